@@ -50,10 +50,7 @@ COLUMN_LEVELS: tuple[ColumnLevel, ...] = ("reference", "teacher")
 LEVELS: tuple[Level, ...] = ("prepared", "encoded", *COLUMN_LEVELS)
 ENCODED_SCHEMA, REFERENCE_SCHEMA, TEACHER_SCHEMA = "tuner.encoded/3", "tuner.reference/1", "tuner.teacher/1"
 SCHEMAS: dict[Level, str] = {
-    "prepared": PREPARED_SCHEMA,
-    "encoded": ENCODED_SCHEMA,
-    "reference": REFERENCE_SCHEMA,
-    "teacher": TEACHER_SCHEMA,
+    "prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA, "reference": REFERENCE_SCHEMA, "teacher": TEACHER_SCHEMA
 }
 RECORDS = ("choices", "exports", "fits", "hashes", "kernels", "proofs", "sources")
 """Directories of what launches keep for later ones (:func:`~tuner.runtime.files.keep_json`), one file each."""
@@ -117,11 +114,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def build_once(
-    cache_dir: Path,
-    level: Level,
-    key: str,
-    make: Callable[[Path], dict[str, Any]],
-    console: Console | None = None,
+    cache_dir: Path, level: Level, key: str, make: Callable[[Path], dict[str, Any]], console: Console | None = None,
     use: Callable[[Path], None] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Return (manifest, whether it was there already), building the directory when it is missing or damaged.

@@ -149,11 +149,7 @@ def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
 
 
 def _read(
-    splits: Sequence[SampledSplit],
-    job: EncodeJob,
-    spread: _Spread,
-    tmp: Path,
-    done: Callable[[int], None],
+    splits: Sequence[SampledSplit], job: EncodeJob, spread: _Spread, tmp: Path, done: Callable[[int], None]
 ) -> dict[str, Any]:
     """Encode every block of every split; write documents and bad records in the order of the input.
 
@@ -223,11 +219,7 @@ def _grouped(split: SampledSplit) -> Iterator[list[tuple[_Origin, Block]]]:
 
 
 def _write_chosen(
-    split: SampledSplit,
-    tmp: Path,
-    copies: Mapping[str, npt.NDArray[np.int32]],
-    schema: pa.Schema,
-    each: int,
+    split: SampledSplit, tmp: Path, copies: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema, each: int
 ) -> dict[str, Any]:
     """Copy the chosen documents of a split to the files of the splits, and remove the files that they were in.
 
@@ -261,12 +253,8 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 
 def _body(
-    spec: PrepareSpec,
-    splits: Sequence[SampledSplit],
-    taken: Sequence[SplitSelection],
-    chosen: Mapping[str, SplitSelection],
-    keys: PreparedKeys,
-    slow_reason: str | None,
+    spec: PrepareSpec, splits: Sequence[SampledSplit], taken: Sequence[SplitSelection],
+    chosen: Mapping[str, SplitSelection], keys: PreparedKeys, slow_reason: str | None,
 ) -> dict[str, Any]:
     """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
     each = spec.examples.documents

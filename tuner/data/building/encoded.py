@@ -303,10 +303,7 @@ class _KeptDocuments:
         return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
-        self,
-        owners: npt.NDArray[np.int64],
-        records: npt.NDArray[np.int64],
-        kept: npt.NDArray[np.bool_],
+        self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_],
         dropped: Mapping[str, npt.NDArray[np.bool_]],
     ) -> None:
         """Count the records of a slice, and its documents, which come from `records`, by block."""

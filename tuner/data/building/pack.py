@@ -96,13 +96,8 @@ def in_blocks(
 
 
 def cut(
-    batches: Iterator[pa.RecordBatch],
-    max_length: int,
-    too_long: TooLong,
-    each: int = 1,
-    max_prompt: int | None = None,
-    min_piece: int = 0,
-    carried: CutSoFar = _NOTHING,
+    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1, max_prompt: int | None = None,
+    min_piece: int = 0, carried: CutSoFar = _NOTHING,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
@@ -226,10 +221,7 @@ def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def row_batches(
-    segments: Segments,
-    max_length: int,
-    packing: bool,
-    limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
+    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
     sources: Sequence[int] = (),
 ) -> Iterator[pa.RecordBatch]:
     """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least).

@@ -42,11 +42,7 @@ class Encoder:
     """Encodes examples for a tokenizer and a method."""
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        train_on: TrainOn,
-        special_tokens: SpecialTokens = "refuse",
-        fast: bool = True,
+        self, tokenizer: TextTokenizer, train_on: TrainOn, special_tokens: SpecialTokens = "refuse", fast: bool = True
     ) -> None:
         """`train_on` is the recipe's, and `all` for pre-training; without `fast` every record is placed one by one."""
         self._tokenizer = tokenizer
@@ -88,11 +84,7 @@ class Encoder:
         merged = joined(self._encode_texts(texts, examples, alone, total_bytes), alone.documents)
         self._check(examples, merged, checks)
         return replace(
-            merged,
-            problems=alone.problems,
-            escaped=alone.escaped,
-            notes=alone.counted(),
-            by_answer=alone.by_answer,
+            merged, problems=alone.problems, escaped=alone.escaped, notes=alone.counted(), by_answer=alone.by_answer
         )
 
     def choose(self) -> None:

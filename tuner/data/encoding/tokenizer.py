@@ -206,11 +206,8 @@ class TextTokenizer:
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, messages: Sequence[Message], add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Render messages with the chat template; DataError where there is none or it refuses them."""
         return self.template_for(tools).render(messages, add_generation_prompt, tools, variables)
