@@ -279,12 +279,8 @@ def _record_batch(segments: Segments, chosen: Order, offsets: npt.NDArray[np.int
     tokens = segments.stop[chosen] - segments.start[chosen]
     return pa.record_batch(
         [
-            column(segments.document),
-            column(segments.start),
-            column(segments.stop),
-            sums(tokens, np.uint32),
-            sums(segments.trained[chosen], np.uint32),
-            sums(tokens.astype(np.uint64) ** 2, np.uint64),
+            column(segments.document), column(segments.start), column(segments.stop), sums(tokens, np.uint32),
+            sums(segments.trained[chosen], np.uint32), sums(tokens.astype(np.uint64) ** 2, np.uint64),
         ],
         schema=ROWS_SCHEMA,
     )

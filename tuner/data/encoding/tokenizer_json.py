@@ -111,12 +111,8 @@ def byte_tokenizer_files() -> dict[str, bytes]:
     specials = [tokenizers.AddedToken(name, special=True, normalized=False) for name in (BYTE_BOS, BYTE_EOS, BYTE_PAD)]
     tokenizer.add_special_tokens(specials)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BYTE_BOS,
-        "eos_token": BYTE_EOS,
-        "pad_token": BYTE_PAD,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000_000,
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BYTE_BOS, "eos_token": BYTE_EOS,
+        "pad_token": BYTE_PAD, "clean_up_tokenization_spaces": False, "model_max_length": 1_000_000_000,
     }
     return {
         "tokenizer.json": tokenizer.to_str(pretty=True).encode(),

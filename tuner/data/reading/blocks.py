@@ -28,14 +28,9 @@ Records = Callable[[Block], Iterator[RawRecord]]
 Read = Example | Compared | RecordProblem
 """What a record is an example of, or why it is none."""
 _WAYS: dict[Kind, tuple[Cut, Records]] = {
-    "jsonl": (json_blocks, json_records),
-    "json": (json_blocks, json_records),
-    "csv": (csv_blocks, csv_records),
-    "tsv": (csv_blocks, csv_records),
-    "text": (text_blocks, text_records),
-    "parquet": (table_blocks, table_records),
-    "arrow": (table_blocks, table_records),
-    "ids": (id_blocks, id_records),
+    "jsonl": (json_blocks, json_records), "json": (json_blocks, json_records), "csv": (csv_blocks, csv_records),
+    "tsv": (csv_blocks, csv_records), "text": (text_blocks, text_records), "parquet": (table_blocks, table_records),
+    "arrow": (table_blocks, table_records), "ids": (id_blocks, id_records),
 }
 
 
