@@ -65,8 +65,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
     "table.arrow": (lambda path: write_stream(path, pa.Table.from_pylist(ALPACA)), "alpaca", {}),
     "pairs.csv": (write_csv, "alpaca", {"instruction": "question", "output": "answer"}),
     "pairs.parquet": (
-        lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path),
-        "alpaca",
+        lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path), "alpaca",
         {"instruction": "question", "output": "answer"},
     ),
     "directory": (write_directory, "messages", {}),
@@ -115,10 +114,9 @@ def test_of_a_hub_name_only_what_is_cached_counts(model: str, tmp_path: Path, mo
     import huggingface_hub
 
     path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
+    cached = {"owner/here": model}
     monkeypatch.setattr(
-        huggingface_hub,
-        "try_to_load_from_cache",
-        lambda name, file: f"{model}/{file}" if name == "owner/here" else None,
+        huggingface_hub, "try_to_load_from_cache", lambda name, file: f"{model}/{file}" if name in cached else None
     )
     assert look_at("owner/here", path).by_tokenizer
     assert not look_at("owner/away", path).by_tokenizer

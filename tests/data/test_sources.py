@@ -74,13 +74,8 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 def test_kinds_follow_from_names(tmp_path: Path) -> None:
     kinds = {
-        "a.jsonl": ("jsonl", ""),
-        "a.NDJSON.GZ": ("jsonl", "gzip"),
-        "a.json.zst": ("json", "zstd"),
-        "a.csv": ("csv", ""),
-        "a.tsv.gz": ("tsv", "gzip"),
-        "a.md.zst": ("text", "zstd"),
-        "a.parquet": ("parquet", ""),
+        "a.jsonl": ("jsonl", ""), "a.NDJSON.GZ": ("jsonl", "gzip"), "a.json.zst": ("json", "zstd"),
+        "a.csv": ("csv", ""), "a.tsv.gz": ("tsv", "gzip"), "a.md.zst": ("text", "zstd"), "a.parquet": ("parquet", ""),
         "a.arrow": ("arrow", ""),
     }
     for name, (kind, compression) in kinds.items():

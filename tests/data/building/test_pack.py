@@ -104,10 +104,7 @@ def segments_of(lengths: list[int]) -> Segments:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.integers(2, 12), max_size=40),
-    st.integers(1, 5),
-    st.integers(1, 7),
-    st.booleans(),
+    st.lists(st.integers(2, 12), max_size=40), st.integers(1, 5), st.integers(1, 7), st.booleans()
 )
 def test_small_record_batches_hold_the_same_rows(
     lengths: list[int], max_rows: int, max_segments: int, packing: bool

@@ -174,10 +174,7 @@ finally:
 @pytest.mark.parametrize(
     ("number", "pause"),
     [
-        (signal.SIGKILL, 0.05),
-        (signal.SIGKILL, 60.0),
-        (signal.SIGTERM, 60.0),
-        (signal.SIGINT, 60.0),
+        (signal.SIGKILL, 0.05), (signal.SIGKILL, 60.0), (signal.SIGTERM, 60.0), (signal.SIGINT, 60.0),
         pytest.param(signal.SIGTERM, 0.05, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 0.05, marks=pytest.mark.slow),
     ],

@@ -260,9 +260,7 @@ def test_the_first_bad_row_in_order_is_the_error(tmp_path: Path, workers: int) -
     info = prepare(tiny.request(tmp_path / "cache", train, workers=workers, on_bad_row="skip"))
     rejects = [json.loads(line) for line in (info.path / "rejects.jsonl").read_text().splitlines()]
     assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [
-        ("r1.jsonl", 20),
-        ("r2.jsonl", 24),
-        ("r4.jsonl", 35),
+        ("r1.jsonl", 20), ("r2.jsonl", 24), ("r4.jsonl", 35)
     ]
     assert rejects[0]["row"] == '{"messages": 1}'
     assert not list((tmp_path / "cache").glob("*/.tmp-*"))
@@ -275,8 +273,7 @@ def shares(info: PreparedInfo) -> list[tuple[int, int, int]]:
 def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
     files = [tiny.write_rows(tmp_path / f"{i}.jsonl", rows(n, start=100 * i)) for i, n in enumerate((20, 10, 8))]
     train = [
-        {"path": str(files[0]), "weight": 0.25},
-        {"path": str(files[1]), "weight": 2.5},
+        {"path": str(files[0]), "weight": 0.25}, {"path": str(files[1]), "weight": 2.5},
         {"path": str(files[2]), "count": 3},
     ]
     info = prepare(tiny.request(tmp_path / "cache", train))
@@ -419,8 +416,7 @@ def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
             pace.add(done * 1_000_000)
     lines = said.getvalue().splitlines()
     assert [line.split(None, 1)[1] for line in lines] == [
-        "25% of 200 MB  1.6 MB/s  1:33 left",
-        "70% of 200 MB  2.0 MB/s  0:30 left",
+        "25% of 200 MB  1.6 MB/s  1:33 left", "70% of 200 MB  2.0 MB/s  0:30 left"
     ]
 
 

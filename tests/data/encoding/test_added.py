@@ -95,12 +95,7 @@ def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
         ).prepared
 
     names = [
-        key(),
-        key("x y"),
-        key("x z"),
-        key({"token": "x y", "special": True}),
-        key("x y", "x z"),
-        key("x z", "x y"),
+        key(), key("x y"), key("x z"), key({"token": "x y", "special": True}), key("x y", "x z"), key("x z", "x y")
     ]
     assert len(set(names)) == len(names)
     assert key("x y") == key({"token": "x y", "special": False})

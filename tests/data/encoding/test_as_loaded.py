@@ -51,8 +51,7 @@ def llama(files: dict[str, bytes], template: str = spm.INST, model_type: str | N
 
 def cases() -> dict[str, Case]:
     model, normalizes, metaspace = (
-        {"tokenizer.model": spm.model()},
-        {"tokenizer.json": spm.tokenizer_json()},
+        {"tokenizer.model": spm.model()}, {"tokenizer.json": spm.tokenizer_json()},
         {"tokenizer.json": spm.tokenizer_json(normalizes=False)},
     )
     digits = json.loads(tiny.tokenizer_json())
@@ -176,10 +175,7 @@ def test_files_that_are_loaded_as_they_are_stay_as_they_are(tmp_path: Path) -> N
     assert tokenizer.files == tiny.files()
     assert tokenizer.hash == tiny.tokenizer().hash
     assert tokenizer.loaded_as == {
-        "transformers": version("transformers"),
-        "class": "TokenizersBackend",
-        "changed": [],
-        "other_versions": [],
+        "transformers": version("transformers"), "class": "TokenizersBackend", "changed": [], "other_versions": []
     }
 
 

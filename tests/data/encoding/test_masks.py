@@ -291,8 +291,7 @@ ENDS_TWICE = OPENS_ANSWERS.replace("<|endoftext|>", "<|im_end|>")
 @pytest.mark.parametrize(
     ("template", "answer"),
     [
-        (IGNORES_PROMPT, "<|im_start|>assistant\n{}<|im_end|>"),
-        (OPENS_ANSWERS, "<|endoftext|>{}<|im_end|>"),
+        (IGNORES_PROMPT, "<|im_start|>assistant\n{}<|im_end|>"), (OPENS_ANSWERS, "<|endoftext|>{}<|im_end|>"),
         (ENDS_TWICE, "<|im_end|>{}<|im_end|>"),
     ],
 )

@@ -21,11 +21,7 @@ from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 
 TEXTS = [
-    "hello world",
-    "  two  spaces\n\nand lines \n",
-    "h\u00e9 \U0001f642 \u65e5\u672c",
-    "def f(x):\n\treturn 1\r\n",
-    "",
+    "hello world", "  two  spaces\n\nand lines \n", "h\u00e9 \U0001f642 \u65e5\u672c", "def f(x):\n\treturn 1\r\n", ""
 ]
 LLAMA = (
     "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' -%}\n [I] {{ m['content'] | trim }} [/I]"
@@ -38,15 +34,8 @@ TOOLS = (
 )
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
-    [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yo"},
-    ],
-    [
-        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
-        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
-    ],
+    [{"role": "system", "content": "be brief"}, *tiny.chat("hi", "yo")["messages"]],
+    [{"role": "user", "content": "<&> \u00e9"}, {"role": "assistant", "content": "\U0001f642\n\nb", "reasoning": "why"}],
 ]
 
 

@@ -55,13 +55,7 @@ def written(directory: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
     data_set.to_parquet(str(directory / "datasets.parquet"))
     data_set.save_to_disk(str(directory / "saved"))
     names = (
-        "pyarrow.parquet",
-        "large.parquet",
-        "rows.feather",
-        "stream.arrow",
-        "file.arrow",
-        "datasets.parquet",
-        "saved",
+        "pyarrow.parquet", "large.parquet", "rows.feather", "stream.arrow", "file.arrow", "datasets.parquet", "saved"
     )
     return {name: str(directory / name) for name in names}
 

@@ -78,13 +78,10 @@ def test_json_lines(tmp_path: Path, suffix: str, small: None) -> None:
         assert [block.index for block in cut] == list(range(len(cut)))
         found = list(all_rows(file))
         assert [row.value for _, row in found if row.problem is None] == [
-            *rows[:7],
-            {"text": "\u2028\u0085"},
-            *rows[7:],
+            *rows[:7], {"text": "\u2028\u0085"}, *rows[7:]
         ]
         assert [(line, row.problem.reason[:22]) for line, row in found if row.problem] == [
-            (10, "not JSON: Expecting pr"),
-            (11, "the row is longer than"),
+            (10, "not JSON: Expecting pr"), (11, "the row is longer than")
         ]
         assert [line for line, _ in found] == [*range(1, 8), *range(10, len(lines) + 1)]
 
@@ -236,16 +233,11 @@ def test_bad_records_of_a_csv_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'a,b\n1,2\n\n1\n1,2,3\n"x\ny",\xff\n1,\x00\n3,4\n')
     assert [(line, row.value if row.problem is None else row.problem.reason) for line, row in all_rows(one(path))] == [
-        (2, {"a": "1", "b": "2"}),
-        (4, "1 fields for 2 columns"),
-        (5, "3 fields for 2 columns"),
-        (6, "not UTF-8: byte 0xff"),
-        (8, "NUL character"),
-        (9, {"a": "3", "b": "4"}),
+        (2, {"a": "1", "b": "2"}), (4, "1 fields for 2 columns"), (5, "3 fields for 2 columns"),
+        (6, "not UTF-8: byte 0xff"), (8, "NUL character"), (9, {"a": "3", "b": "4"}),
     ]
     for data, reason in [
-        (b"a,a\n1,2\n", "1:1: the first line names"),
-        (b"a,\n1,2\n", "1:1: the first line names"),
+        (b"a,a\n1,2\n", "1:1: the first line names"), (b"a,\n1,2\n", "1:1: the first line names"),
         (b'a,b\n"1"2,3\n', "2:1: not CSV: ',' expected after"),
         (b'a,b\n"1,2\n3,4\n', "3:1: not CSV: unexpected end of data"),
     ]:
@@ -348,10 +340,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     whole = path.read_bytes()
     middle = len(whole) // 2
     damaged = {
-        "cut": whole[:middle],
-        "flip": whole[:4] + bytes(256) + whole[260:-9] + bytes(9),
-        "other": b"PK\x03\x04 not this",
-        "empty": b"",
+        "cut": whole[:middle], "flip": whole[:4] + bytes(256) + whole[260:-9] + bytes(9),
+        "other": b"PK\x03\x04 not this", "empty": b"",
     }[damage]
     path.write_bytes(damaged)
     with pytest.raises(DataError) as caught:

@@ -156,11 +156,8 @@ def test_reasons_are_short_and_of_few_kinds() -> None:
     for i in range(0, 300, 10):
         key = f"k'\"{i}" * (1 + i * 100)
         for row in (
-            {"messages": [{"role": f"r{i}", "content": "x"}]},
-            {key: i, "n": 1},
-            {"conversations": [turn(key, "x")]},
-            {"input_ids": [1] * (i + 2), "loss_mask": [1]},
-            {"prompt": key, "chosen": "x", "rejected": "y"},
+            {"messages": [{"role": f"r{i}", "content": "x"}]}, {key: i, "n": 1}, {"conversations": [turn(key, "x")]},
+            {"input_ids": [1] * (i + 2), "loss_mask": [1]}, {"prompt": key, "chosen": "x", "rejected": "y"},
         ):
             with pytest.raises(RecordProblem) as caught:
                 parse_record(row)
