@@ -226,25 +226,17 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
         warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
-    untrained, repeated = (counts["dropped"].get(reason, 0) for reason in (NO_TRAINED_TOKEN, REPEATS))
-    if untrained > MANY * rows:
-        what = f"{_of(untrained, rows, 'row')} have no trained token, such as an answer"
-        warnings.append(f"data.{split}: {what}, and are left out")
-    if repeated > MANY * rows:
-        what = f"{_of(repeated, rows, 'row')} repeat a pattern of tokens too often (data.repetition)"
-        warnings.append(f"data.{split}: {what}, and are left out")
-    cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
-    if cut_off > MANY * documents:
-        what = f"{_of(cut_off, documents, unit)} have no trained token within data.max_length"
-        warnings.append(f"data.{split}: {what} and are left out: raise it")
-    if counts["duplicates"] > MANY_DUPLICATES * documents:
-        what = f"{_of(counts['duplicates'], documents, unit)} are exact duplicates of others"
-        warnings.append(f"data.{split}: {what}, which is no reason to leave them out")
+    dropped, cut_off = counts["dropped"], counts.get("dropped_rows", {}).get(NO_TARGET, 0)
+    of_rows, of_documents, copies = (rows, MANY, "row"), (documents, MANY, unit), (documents, MANY_DUPLICATES, unit)
+    for some, (every, share, of), what in (
+        (dropped.get(NO_TRAINED_TOKEN, 0), of_rows, "have no trained token, such as an answer, and are left out"),
+        (dropped.get(REPEATS, 0), of_rows, "repeat a pattern of tokens too often (data.repetition), and are left out"),
+        (cut_off, of_documents, "have no trained token within data.max_length and are left out: raise it"),
+        (counts["duplicates"], copies, "are exact duplicates of others, which is no reason to leave them out"),
+    ):
+        if some > share * every:
+            warnings.append(f"data.{split}: {some:,} of {every:,} {of}s ({some / every:.0%}) {what}")
     return warnings
-
-
-def _of(some: int, every: int, unit: str) -> str:
-    return f"{some:,} of {every:,} {unit}s ({some / every:.0%})"
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
