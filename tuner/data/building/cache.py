@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from tuner.runtime.files import (
     discard_whatever_is_left,
     file_entries,
     json_bytes,
-    machine_error,
+    machine_errors,
     publish_dir,
     read_json,
     regular_size,
@@ -129,10 +129,8 @@ def build_once(
         if console is not None:
             console.say("waiting", f"{holder} is preparing the same data")
 
-    try:
+    with machine_errors(final.parent):
         final.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise machine_error(final.parent, error) from error
     with FileLock(lock_path(final), on_wait=waiting):
         for leftover in _leftovers(final):
             discard_dir(leftover)
@@ -152,7 +150,7 @@ def build_once(
 def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
-    with undone(lambda: discard_whatever_is_left(tmp)):
+    with undone(lambda: discard_whatever_is_left(tmp)), machine_errors(final):
         try:
             tmp.mkdir()
             body = make(tmp)
@@ -162,8 +160,6 @@ def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]
             manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
             write_json(tmp / MANIFEST_NAME, manifest)
             publish_dir(tmp, final)
-        except OSError as error:
-            raise machine_error(final, error) from error
         finally:
             if tmp.exists():
                 discard_dir(tmp)
@@ -338,12 +334,9 @@ def _keys(root: Path) -> set[str]:
 
 
 def _names(root: Path) -> list[str]:
-    try:
+    with machine_errors(root), suppress(FileNotFoundError, NotADirectoryError):
         return sorted(os.listdir(root))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise machine_error(root, error) from error
+    return []
 
 
 def _size(path: Path) -> int:
@@ -351,8 +344,6 @@ def _size(path: Path) -> int:
     total = 0
     for parent, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(OSError):
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
     return total

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -313,19 +313,14 @@ def _locked(root: Path) -> Iterator[bool]:
 
     The answer is then asked for again the next time. What killed processes left goes.
     """
-    lock = FileLock(root / ".lock")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock.acquire(wait=True)
-        sweep(root)
-    except (OSError, MachineError):
-        lock.release()
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    with ExitStack() as held:
+        is_kept = False
+        with suppress(OSError, MachineError):
+            root.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(root / ".lock"))
+            sweep(root)
+            is_kept = True
+        yield is_kept
 
 
 def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
