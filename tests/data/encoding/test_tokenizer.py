@@ -35,7 +35,10 @@ TOOLS = (
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
     [{"role": "system", "content": "be brief"}, *tiny.chat("hi", "yo")["messages"]],
-    [{"role": "user", "content": "<&> \u00e9"}, {"role": "assistant", "content": "\U0001f642\n\nb", "reasoning": "why"}],
+    [
+        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
+        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
+    ],
 ]
 
 
