@@ -22,11 +22,11 @@ from tuner.config.starter import FEW_STEPS, LONGEST_PRETRAIN, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.spec import inflated_bytes, positions_in
-from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import local_directory, local_files
 from tuner.data.encoding.tokenizer_json import parse_json
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
+from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, reading_for
 from tuner.data.reading.records import (

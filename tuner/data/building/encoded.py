@@ -14,7 +14,7 @@ import pyarrow as pa
 from tuner.config.methods import Examples
 from tuner.data.building.pack import NO_TRAINED_TOKEN, REPEATS
 from tuner.data.building.repetition import Repetition, repeating
-from tuner.data.encoding.compared import AnyEncoder, answers_of
+from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -22,7 +22,7 @@ from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.ranges import offsets_of
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
-from tuner.data.reading.examples import NULLS, has_null
+from tuner.data.reading.examples import NULLS, answers_of, has_null
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, form_read
 from tuner.runtime.memory import give_back

@@ -24,12 +24,12 @@ from tuner.data.building.pack import cut, in_order
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.rows_file import segments_of, write_rows
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
-from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
 from tuner.data.prepared import PARTNERS_SCHEMA, arrow, view
 from tuner.data.ranges import offsets_of, ranges
 from tuner.data.reading.blocks import blocks, examples_of
+from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError

@@ -16,7 +16,7 @@ from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.place import Document, Placed
 from tuner.data.ranges import Ints, ranges
-from tuner.data.reading.examples import Compared, Example, Labelled, Pair
+from tuner.data.reading.examples import Compared, Example, Labelled, Pair, answers_of
 from tuner.data.reading.problems import RecordProblem
 
 NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
@@ -25,13 +25,6 @@ OTHER_PROMPT = "the template writes the prompt of chosen and that of rejected di
 WITH_MARGIN = "pairs with a margin"
 AT_ITS_TURN = "answers written as at their turn: the whole conversation has no exact mask"
 _SIDES = ("chosen", "rejected")
-
-
-def answers_of(example: Example | Compared) -> tuple[Example, ...]:
-    """What becomes a document each: both answers of a pair, the chosen one first."""
-    if isinstance(example, Pair):
-        return example.chosen, example.rejected
-    return (example.example,) if isinstance(example, Labelled) else (example,)
 
 
 class AnyEncoder:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
-from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
 from tuner.errors import DataError, MachineError, PluginError
 from tuner.runtime.files import (
@@ -336,9 +336,8 @@ def _config(directory: Path) -> bytes | None:
     path = directory / "config.json"
     if not path.is_file():
         return None
-    content = path.read_bytes()
-    parse_json({str(path): content}, str(path))
-    return content
+    read_json(path)
+    return path.read_bytes()
 
 
 def _model_config(model_path: str, revision: str | None) -> bytes | None:
@@ -352,6 +351,6 @@ def _model_eos_ids(directory: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            value = parse_json({name: (directory / name).read_bytes()}, name).get("eos_token_id")
+            value = read_json(directory / name).get("eos_token_id")
             ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
     return ids

@@ -30,6 +30,7 @@ from tuner.data.reading.examples import (
     PromptCompletion,
     Record,
     Tokens,
+    answers_of,
 )
 from tuner.data.reading.forms import (
     ROLES,
@@ -179,12 +180,7 @@ def form_read(
     columns: Sequence[tuple[str, str]],  # noqa: A002
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
-    part: Example | Compared = example
-    if isinstance(part, Pair):
-        part = part.chosen
-    elif isinstance(part, Labelled):
-        part = part.example
-    if (found := _BY_TYPE.get(type(part))) is not None:
+    if (found := _BY_TYPE.get(type(answers_of(example)[0]))) is not None:
         return found
     if format != "auto":
         return format
