@@ -84,18 +84,6 @@ def test_masks_that_begin_inside_a_byte_are_counted(first: int) -> None:
         assert list(zip(segments.document.tolist(), segments.trained.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_rows_count_tokens_and_targets(packing: bool) -> None:
-    segments = cut(iter([batch([[True] * 3, [False, True], [True] * 5])]), 5, "drop")
-    table = rows_table(segments, 5, packing)
-    assert table.num_rows == (2 if packing else 3)
-    assert sum(table["tokens"].to_pylist()) == 10
-    assert sum(table["trained"].to_pylist()) == 2 + 1 + 4
-    assert sum(table["squares"].to_pylist()) == 3 * 3 + 2 * 2 + 5 * 5
-    if packing:
-        assert table["document"].to_pylist() == [[2], [0, 1]]
-
-
 def segments_of(lengths: list[int]) -> Segments:
     """A document for each length, of which all but the first token are trained."""
     tokens = np.array(lengths, dtype=np.uint32)
@@ -144,8 +132,6 @@ def test_more_than_2_to_the_31_tokens_are_counted() -> None:
     assert tokens.tolist() == [1 << 21] * 2050
 
 
-def test_no_segment_gives_no_row() -> None:
-    table = rows_table(segments_of([]), 8, packing=True)
-    assert (table.num_rows, table.schema) == (0, ROWS_SCHEMA)
+def test_no_document_gives_no_segment() -> None:
     nothing = cut(iter([]), 8, "split")
     assert (len(nothing.document), nothing.dropped) == (0, {})
