@@ -82,8 +82,13 @@ def chat(*contents: str, **extra: Any) -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Chats of different lengths, each another one."""
+    return [chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + count)]
+
+
+def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
     return path
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.test_pool import children
+from tests.data.tiny import rows
 from tests.fixtures.bits import flip_bit
 from tests.fixtures.tables import cases
 from tuner.config.methods import DpoMethod, SftMethod
@@ -29,10 +30,6 @@ from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
-
-
-def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
-    return [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + n)]
 
 
 def test_rows_that_may_be_long_are_prepared_by_a_process_without_torch(
