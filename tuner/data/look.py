@@ -29,15 +29,7 @@ from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, reading_for
-from tuner.data.reading.records import (
-    Conversation,
-    Example,
-    PlainText,
-    PromptCompletion,
-    Tokens,
-    form_of,
-    unused_texts,
-)
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of, unused_texts
 from tuner.data.sample import EncodedSample, Sample, Templated, described, encoded_of, template_for
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError

@@ -13,13 +13,7 @@ from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, proposals, reading_for
-from tuner.data.reading.records import (
-    Labelled,
-    Pair,
-    PromptCompletion,
-    parse_compared,
-    parse_record,
-)
+from tuner.data.reading.records import Labelled, Pair, PromptCompletion, parse_compared, parse_record
 
 BOTH = chat(user(), answer("a")), chat(user(), answer("b"))
 

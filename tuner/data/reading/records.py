@@ -9,16 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
-from tuner.data.reading.answers import (
-    PROMPTS,
-    SCORES,
-    SIDES,
-    label_key,
-    labelled_of,
-    learned_answer,
-    pair_of,
-    sides_of,
-)
+from tuner.data.reading.answers import PROMPTS, SCORES, SIDES, label_key, labelled_of, learned_answer, pair_of, sides_of
 from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
     Compared,
@@ -32,15 +23,7 @@ from tuner.data.reading.examples import (
     Tokens,
     answers_of,
 )
-from tuner.data.reading.forms import (
-    ROLES,
-    SPEAKERS,
-    from_alpaca,
-    from_text,
-    from_tokens,
-    from_turns,
-    refuse_media,
-)
+from tuner.data.reading.forms import ROLES, SPEAKERS, from_alpaca, from_text, from_tokens, from_turns, refuse_media
 from tuner.data.reading.problems import RecordProblem, quoted
 
 __all__ = [
