@@ -184,9 +184,7 @@ def test_a_cached_report_has_the_names_of_this_recipe(tmp_path: Path) -> None:
     assert sources(there) == [(there[0], 3), (there[1], 3)]
 
 
-def test_a_directory_that_is_named_is_judged_like_one_that_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_directory_is_judged_like_one_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`train --prepared DIR` gets the warnings, and the refusal, that preparing it gave."""
     info = prepared(tmp_path, 90, 10)
     request = tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=64)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.worker_jobs import Echo, NeverStarts, Unreadable
-from tests.fixtures.processes import gone, wait_until_gone
+from tests.fixtures.processes import children, gone, parent_of, wait_until_gone
 from tuner.config.methods import SftMethod
 from tuner.data.building.encoded import EncodeJob
 from tuner.data.building.pool import WINDOW, WorkerDiedError, WorkerPool, answers
@@ -99,14 +99,6 @@ def test_a_worker_that_dies_while_it_answers_is_no_hang() -> None:
             next(found)
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def children(pid: int) -> set[int]:
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 def of(pool: WorkerPool[Any, Any], count: int) -> list[int]:
     """The processes of a pool, once they are there."""
     return [pid for _, pid, _ in pool.answers([("sleep", 0)] * count)]
@@ -115,8 +107,8 @@ def of(pool: WorkerPool[Any, Any], count: int) -> list[int]:
 def test_processes_end_with_their_pool() -> None:
     with WorkerPool(Echo(), 3) as pool:
         pids = of(pool, 3)
-        (first,) = {parent(pid) for pid in pids}
-        assert parent(first) == os.getpid()
+        (first,) = {parent_of(Path(f"/proc/{pid}")) for pid in pids}
+        assert parent_of(Path(f"/proc/{first}")) == os.getpid()
         assert len(set(pids)) == 3
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
@@ -128,7 +120,7 @@ def test_processes_end_with_their_pool() -> None:
 def test_a_pool_whose_first_process_is_killed() -> None:
     with WorkerPool(Echo(), 2) as pool:
         pids = of(pool, 2)
-        first = parent(pids[0])
+        first = parent_of(Path(f"/proc/{pids[0]}"))
         os.kill(first, signal.SIGKILL)
         wait_until_gone([first])
         os.kill(pids[0], signal.SIGKILL)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
-from tests.data.building.test_pool import children
 from tests.data.tiny import rows
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.processes import children
 from tests.fixtures.tables import cases
 from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
@@ -32,9 +32,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
 
 
-def test_rows_that_may_be_long_are_prepared_by_a_process_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_may_be_long_are_prepared_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, bad = tiny.write_rows(tmp_path / "plain.jsonl", rows(20)), tmp_path / "bad.jsonl.gz"
     bad.write_bytes(gzip.compress(plain.read_bytes() + b"{}\n"))
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -94,9 +92,7 @@ def test_prepared_rows_hold_every_document_once(tmp_path: Path) -> None:
         assert "<|im_end|>" not in sample.reference
 
 
-def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparing_again_is_a_hit_and_a_new_length_packs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
     cache = tmp_path / "cache"
     assert find_prepared(tiny.request(cache, path)) is None
@@ -217,9 +213,7 @@ def test_a_slice_ends_by_its_bytes_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("small_bundles")
-def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_blocks_are_one_bundle_and_shares_part_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = several(tmp_path / "rows", 2)
     held: dict[str, Any] = {"eval": "5 documents", "workers": 1}
     apart = open_prepared(prepare(tiny.request(tmp_path / "a", train, **held)).path)
@@ -382,9 +376,7 @@ def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatc
     assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)
 
 
-def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_fast_encoder_the_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 1)
     monkeypatch.setattr("tuner.data.building.documents.FAST_FROM_BYTES", 1)
     path = tiny.write_rows(tmp_path / "r.jsonl", rows(200))
