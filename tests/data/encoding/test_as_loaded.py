@@ -112,13 +112,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
+def write_llama(place: Path) -> Path:
+    return spm.write(place / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+
+
 def load(directory: Path, cache: Path) -> TextTokenizer:
     return load_tokenizer(str(directory), None, TokenizerSection(), cache)
 
 
 @pytest.mark.parametrize("at", ["its files", "the answer"])
 def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     cut = subprocess.CompletedProcess([], 2, "", "a warning\n28\n")  # what the process says that writes the answer
     monkeypatch.setattr(tokenizer_files, "subprocess", SimpleNamespace(run=lambda *_, **__: cut))
     if at == "its files":
@@ -137,10 +141,7 @@ def test_the_process_that_answers_says_what_the_machine_refused(tmp_path: Path) 
 
 
 def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None:
-    base, cache = (
-        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
-        tmp_path / "c",
-    )
+    base, cache = write_llama(tmp_path), tmp_path / "c"
     first = load(base, cache)
     (base / "chat_template.jinja").write_text(spm.TURNS)
     (base / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
@@ -163,7 +164,7 @@ def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, asked: list[object]) -> None:
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     (tmp_path / "file").write_text("")
     assert load(base, tmp_path / "file").hash == load(base, tmp_path / "cache").hash
     assert len(asked) == 2
@@ -180,10 +181,7 @@ def test_files_that_are_loaded_as_they_are_stay_as_they_are(tmp_path: Path) -> N
 
 
 def test_another_version_with_other_ids_is_named(tmp_path: Path) -> None:
-    base, cache = (
-        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
-        tmp_path / "c",
-    )
+    base, cache = write_llama(tmp_path), tmp_path / "c"
     load(base, cache)
     [answer] = cache.rglob("answer.json")
     for other, digest in (("4.57.0", "0" * 64), ("5.22.0", json.loads(answer.read_text())["ids_sha256"])):
@@ -258,7 +256,7 @@ def fails(tokenizer): raise KeyError("vocabulary")
 @pytest.fixture
 def made_by(tmp_path: Path) -> Callable[..., TextTokenizer]:
     """The tokenizer that code of the user's own makes of one whose class rebuilds its normaliser."""
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates/tool_use.jinja").write_text(spm.INST)
