@@ -168,16 +168,6 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
 
 
-@pytest.mark.usefixtures("small_bundles")
-def test_workers_are_gone_where_it_ends_and_where_a_row_is_bad(tmp_path: Path) -> None:
-    before = children(os.getpid())
-    prepare(tiny.request(tmp_path / "cache", several(tmp_path / "rows", 3), workers=2, on_bad_row="skip"))
-    broken = tiny.request(tmp_path / "cache", [{"path": str(tmp_path / "rows" / "r2.jsonl")}] * 4, workers=2)
-    with pytest.raises(DataError):
-        prepare(broken)
-    assert children(os.getpid()) == before
-
-
 @pytest.mark.parametrize("rows_in_a_slice", [1, 7, 64])
 def test_how_many_rows_are_encoded_at_a_time_changes_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_a_slice: int
@@ -240,15 +230,17 @@ def test_small_blocks_are_one_bundle_and_shares_part_them(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_bad_row_in_order_is_the_error(tmp_path: Path, workers: int) -> None:
-    train = several(tmp_path / "rows", 6)
+def test_the_first_bad_row_in_order_is_the_error_and_workers_are_gone(tmp_path: Path, workers: int) -> None:
+    train, before = several(tmp_path / "rows", 6), children(os.getpid())
     for i, row in ((1, '{"messages": 1}'), (4, "{")):
         path = Path(train[i]["path"])
         path.write_text(path.read_text() + f"\n\n{row}\n")
     with pytest.raises(DataError) as caught:
         prepare(tiny.request(tmp_path / "cache", train, workers=workers))
     assert f"{train[1]['path']}:20:14: messages: " in caught.value.message
+    assert children(os.getpid()) == before
     info = prepare(tiny.request(tmp_path / "cache", train, workers=workers, on_bad_row="skip"))
+    assert children(os.getpid()) == before
     rejects = [json.loads(line) for line in (info.path / "rejects.jsonl").read_text().splitlines()]
     assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [
         ("r1.jsonl", 20), ("r2.jsonl", 24), ("r4.jsonl", 35)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.recipe import AddedToken, TokenizerSection
 from tuner.data.encoding.encode import Encoder
@@ -99,17 +100,7 @@ def test_exactly_the_answers_are_trained_each_after_its_prompt(name: str, loaded
 
 
 def test_chatml_writes_tools_as_qwen_does(loaded: dict[str, TextTokenizer]) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-    called = [
-        {"role": "user", "content": "One and two?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "three"},
-        {"role": "tool", "content": "four"},
-        {"role": "assistant", "content": "I ask again.", "tool_calls": [call, call]},
-        {"role": "tool", "content": "three"},
-        {"role": "assistant", "content": "It is three."},
-    ]
+    tools, called = cases(__file__, "chatml_writes_tools")
     system = [{"role": "system", "content": "Be brief."}]
     for last in range(1, len(called) + 1):
         texts = [loaded[name].render(system + called[:last], last % 2 == 1, tools) for name in ("chatml", "qwen")]
