@@ -56,7 +56,7 @@ MARGIN = 1.02
 """By which lengths that were not counted are taken to be longer than they are estimated."""
 PACKED = 20_000
 """Documents that are packed to know how many rows they take."""
-LARGEST_BATCH, USUAL_BATCH = 16, 8
+BATCHES, USUAL_BATCH = (16, 8, 4, 2), 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
 
@@ -282,8 +282,5 @@ def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool
 
 
 def _batch_size(rows: float) -> int:
-    """The largest power of two, at most 16, with which so many rows are enough steps."""
-    size = LARGEST_BATCH
-    while size > 1 and rows / size < FEW_STEPS:
-        size //= 2
-    return size
+    """The largest with which so many rows are enough steps."""
+    return next((size for size in BATCHES if rows / size >= FEW_STEPS), 1)

@@ -32,12 +32,8 @@ PREPARED_SCHEMA = "tuner.prepared/3"
 """The `schema` of a prepared directory's manifest."""
 WAY_TO_NAME = "leave out --prepared, or give it the directory that tuner prepare-data RECIPE prints"
 ROWS_SCHEMA = pa.schema(
-    [
-        *((name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")),
-        ("tokens", pa.uint32()),
-        ("trained", pa.uint32()),
-        ("squares", pa.uint64()),
-    ]
+    [(name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")]
+    + [("tokens", pa.uint32()), ("trained", pa.uint32()), ("squares", pa.uint64())]
 )
 """The columns of `<split>.rows.arrow`: a row's segments, their lengths summed, its targets, squared lengths summed."""
 
@@ -193,11 +189,6 @@ class PackedRows:
         """
         _require_length(columns, int(self._first_trained[-1]), "trained tokens")
         return replace(self, of_trained={**self.of_trained, **columns})
-
-    @property
-    def document_count(self) -> int:
-        """The documents of the split, those that no row holds too."""
-        return len(self.documents)
 
     @property
     def document_numbers(self) -> npt.NDArray[np.int64]:

@@ -266,7 +266,7 @@ def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:
         )
     whole: dict[str, npt.NDArray[Any]] = {}
     for name, values in columns.items():
-        whole[name] = np.full(rows.document_count, np.nan, dtype=np.float32)
+        whole[name] = np.full(len(rows.documents), np.nan, dtype=np.float32)
         whole[name][numbers] = values
     return rows.with_columns(whole)
 

@@ -66,11 +66,6 @@ class _Origin:
     file: SourceFile
     size: int
 
-    @property
-    def name(self) -> str:
-        """What messages call its file."""
-        return self.file.name
-
 
 def build_documents(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
@@ -175,7 +170,7 @@ def _read(
                             if job.stop_at_bad_row:
                                 raise error
                             origin.split.first_bad = error
-                        rejects.write(_reject(origin.name, bad, lines))
+                        rejects.write(_reject(origin.file.name, bad, lines))
                     lines += block.lines
                     origin.split.counts[origin.source].add(block.counts)
                     origin.split.size += origin.size
@@ -392,6 +387,6 @@ def _worker_died(origins: Sequence[_Origin], lines: int, death: WorkerDiedError)
     first = 1 if origins[0].block == 0 else lines + 1
     more = f" and {len(origins) - 1:,} files after it" if len(origins) > 1 else ""
     return MachineError(
-        f"{origins[0].name}: a worker {death} while it encoded the rows from line {first:,} on{more}",
+        f"{origins[0].file.name}: a worker {death} while it encoded the rows from line {first:,} on{more}",
         hint="where the machine ran out of memory, set data.workers to fewer",
     )

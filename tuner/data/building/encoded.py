@@ -201,11 +201,10 @@ def _encode(bundle: Bundle, encoder: AnyEncoder, schema: pa.Schema, job: EncodeJ
     """The kept documents of a bundle."""
     gathered = _KeptDocuments(bundle, schema, job.examples.documents, job.repetition)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
-    stop = job.stop_at_bad_row
     for part in _slices(bundle, job):
         examples = [example for *_, example in part if not isinstance(example, RecordProblem)]
         gathered.add(part, encoder.encode(examples, gathered.size, checks))
-        if stop and gathered.is_bad:
+        if job.stop_at_bad_row and any(gathered.bad):
             break
     return gathered.done()
 
@@ -239,7 +238,7 @@ class _KeptDocuments:
         """Bytes of all records."""
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []
         self._counts = [Counts() for _ in bundle]
-        self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
+        self.bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
         self._tally = Tally()
         self._repetition = repetition
@@ -247,11 +246,6 @@ class _KeptDocuments:
         self._is_array = np.array([block.file.array is not None for block in bundle])
         self._is_unread = False
         """Whether a record could not be read: the first such one goes along."""
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether a record was bad."""
-        return any(self._bad)
 
     def add(self, part: list[_Found], batch: EncodedBatch) -> None:
         """Keep what is needed of a slice, of which `batch` are the documents of those that have an example."""
@@ -296,7 +290,7 @@ class _KeptDocuments:
         )
         self._columns.clear()
         documents = _record_batch(columns, self._schema).serialize() if len(table) else None
-        bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self._bad)
+        bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self.bad)
         lines = map(lines_in, self._bundle)
         each = zip(self._counts, bad, lines, strict=True)
         blocks = [EncodedBlock(counts, records, count) for counts, records, count in each]
@@ -320,7 +314,7 @@ class _KeptDocuments:
         self, owner: int, record: RawRecord, problem: RecordProblem, value: Mapping[str, Any] | None = None
     ) -> None:
         self._counts[owner].skipped[problem.kind] += 1
-        self._bad[owner].append((record.line, record.col, bad_record(record, problem, value)))
+        self.bad[owner].append((record.line, record.col, bad_record(record, problem, value)))
 
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]

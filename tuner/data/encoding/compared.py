@@ -47,7 +47,8 @@ class AnyEncoder:
         if self._kind == "preference":
             return _compared(batch, 2, "margin", _margins(examples))
         if self._kind == "unpaired":
-            return _compared(batch, 1, "label", _labels(examples))
+            labels = [example.label for example in examples if isinstance(example, Labelled)]
+            return _compared(batch, 1, "label", np.array(labels, dtype=np.bool_))
         return batch
 
     def explain(self, example: Example | Compared) -> Placed:
@@ -133,11 +134,6 @@ def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
     owner = np.repeat(np.arange(len(counts)), counts)
     equal: npt.NDArray[np.bool_] = np.bincount(owner[differs], minlength=len(counts)) == 0
     return equal
-
-
-def _labels(examples: Sequence[Example | Compared]) -> npt.NDArray[np.bool_]:
-    """bool[examples]: whether answers are wanted."""
-    return np.array([example.label for example in examples if isinstance(example, Labelled)], dtype=np.bool_)
 
 
 def _margins(examples: Sequence[Example | Compared]) -> npt.NDArray[np.float32]:

@@ -200,7 +200,7 @@ class Encoder:
         if proven is None:
             parts = self._tokenizer.encode_ids(strings)
             flat = Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
-            return replace(flat, unknown=flat.sizes() != sizes), False
+            return replace(flat, unknown=np.diff(flat.edges[flat.offsets]) != sizes), False
         refuted = proven.refuted(strings)
         flat = self._together(proven, strings, sizes, table)
         unknown = flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown

@@ -77,10 +77,6 @@ class Flat:
         unknown = np.zeros(len(lengths), dtype=np.bool_)
         return Flat(ids, lengths, offsets_of(lengths), edges_of(ids, table), unknown)
 
-    def sizes(self) -> Ints:
-        """int64[n]: bytes that each text's ids stand for."""
-        return np.diff(self.edges[self.offsets])
-
     def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
         """int64[n]: how many ids of each text are marked in `of`, a table by id."""
         found = [start + np.flatnonzero(of[part]) for start, part in _parts(self.ids)]

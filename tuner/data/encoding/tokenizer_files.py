@@ -42,16 +42,9 @@ _ANSWER = "answer.json"
 # What AutoTokenizer reads of a config.json to choose the class.
 _CHOOSING = ("model_type", "model_name", "tokenizer_class")
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", TEMPLATE_FILE, TOOL_TEMPLATE_FILE),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tiktoken.model"),
-    TEMPLATE_FILE,
-    TOOL_TEMPLATE_FILE,
 )
 
 

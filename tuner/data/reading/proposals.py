@@ -33,11 +33,9 @@ COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
 """What to write where no key of a row is known: the row's own keys stand for YOURS."""
 _METHODS: dict[ExampleKind, str] = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
 _LEARNS = {
-    "dpo": "to learn which of two answers is preferred",
-    "kto": "to learn which answers are wanted",
-    "sft": "to learn the answers",
-    "pretrain": "to learn plain text",
-}
+    "dpo": "to learn which of two answers is preferred", "kto": "to learn which answers are wanted",
+    "sft": "to learn the answers", "pretrain": "to learn plain text",
+}  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 Record = Mapping[str, Any]
 
