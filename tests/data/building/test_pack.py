@@ -84,7 +84,7 @@ def test_masks_that_begin_inside_a_byte_are_counted(first: int) -> None:
         assert list(zip(segments.document.tolist(), segments.trained.tolist(), strict=True)) == expected
 
 
-def segments_of(lengths: list[int]) -> Segments:
+def segments_of(lengths: list[int] | np.ndarray) -> Segments:
     """A document for each length, of which all but the first token are trained."""
     tokens = np.array(lengths, dtype=np.uint32)
     return Segments(np.arange(len(tokens), dtype=np.uint32), np.zeros_like(tokens), tokens, tokens - 1)

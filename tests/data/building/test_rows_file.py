@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.data import tiny
 from tests.data.building.test_pack import batch
+from tests.data.building.test_pack import segments_of as made_of
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import pack
 from tuner.data.building.pack import Segments, cut, in_blocks, in_order, row_batches
@@ -68,13 +69,8 @@ def test_a_block_ends_by_its_documents_and_by_their_tokens() -> None:
     assert pack.BLOCK_SEGMENTS == 1 << 25, "another number gives other rows to what was prepared with it"
 
 
-def made(lengths: np.ndarray) -> Segments:
-    tokens = lengths.astype(np.uint32)
-    return Segments(np.arange(len(tokens), dtype=np.uint32), np.zeros_like(tokens), tokens, tokens - 1)
-
-
 def written(path: Path, lengths: np.ndarray, blocks: int) -> dict[str, Any]:
-    return write_rows(path / f"{blocks}.rows.arrow", (made(part) for part in np.split(lengths, blocks)), 4096)
+    return write_rows(path / f"{blocks}.rows.arrow", (made_of(part) for part in np.split(lengths, blocks)), 4096)
 
 
 def lognormal(count: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from tests.data import tiny
 from tests.fixtures.tables import cases
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
-from tuner.data.building.spec import PrepareSpec, keys_of
+from tuner.data.building.spec import keys_of
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -88,11 +88,7 @@ def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat("a", "b")])
 
     def key(*wish: Any) -> str:
-        built = tiny.request(tmp_path / "cache", [{"path": str(path)}])
-        tokenizer = loaded(directory, list(wish))
-        return keys_of(
-            PrepareSpec(built.data, built.examples, tokenizer, built.max_length, 1, built.cache_dir)
-        ).prepared
+        return keys_of(tiny.request(tmp_path / "cache", path, tokenizer=loaded(directory, list(wish)))).prepared
 
     names = [
         key(), key("x y"), key("x z"), key({"token": "x y", "special": True}), key("x y", "x z"), key("x z", "x y")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data import spm, tiny
+from tests.data.families import TEMPLATES
 from tests.fixtures import forked, tables
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import report_lines, warnings_of
@@ -32,58 +32,32 @@ CHATS = [
 
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", **spm.NAMES}
-OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["a.Own", None]}}
 
 
-@dataclass(frozen=True)
-class Case:
+def files_of(kind: str) -> dict[str, bytes]:
     """Files as a model ships them: what is asked of transformers is another tokenizer for each."""
-
-    files: dict[str, bytes]
-    model_type: str | None = "llama"
-    template: str = spm.INST
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-def llama(files: dict[str, bytes], template: str = spm.INST, model_type: str | None = "llama", **config: Any) -> Case:
-    return Case(files, model_type, template, LLAMA | config)
-
-
-def cases() -> dict[str, Case]:
-    model, normalizes, metaspace = (
-        {"tokenizer.model": spm.model()}, {"tokenizer.json": spm.tokenizer_json()},
-        {"tokenizer.json": spm.tokenizer_json(normalizes=False)},
-    )
-    digits = json.loads(tiny.tokenizer_json())
-    digits["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, digits["pre_tokenizer"]],
-    }
-    gpt2 = {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(spm.NAMES, "<|endoftext|>")}
-    return {
-        "Llama 2": llama(normalizes, legacy=True),
-        "legacy false": llama(normalizes, spm.TURNS, legacy=False),
-        "Metaspace, spaces and two BOS": llama(metaspace, spm.SPACES),
-        "a token beside the vocabulary": llama(normalizes, legacy=True, pad_token="<pad>"),  # noqa: S106 (a token)
-        "Mistral, model only": llama(model, spm.TURNS, "mistral", legacy=True),
-        "Llama 2, model only": llama(model, legacy=True),
-        "Unigram, model only, without a class": Case({"tokenizer.model": spm.model("unigram")}, "llama", spm.TURNS),
-        "GPT2Tokenizer over Digits": Case({"tokenizer.json": json.dumps(digits).encode()}, "gpt2", spm.TURNS, gpt2),
-        "code of its own": llama(normalizes, spm.TURNS, None, **OWN_CODE),
-    }
+    if kind in {"bpe", "unigram"}:
+        return {"tokenizer.model": spm.model(kind)}
+    if kind != "digits":
+        return {"tokenizer.json": spm.tokenizer_json(normalizes=kind == "normalizes")}
+    spec = json.loads(tiny.tokenizer_json())
+    digits = {"type": "Digits", "individual_digits": True}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, spec["pre_tokenizer"]]}
+    return {"tokenizer.json": json.dumps(spec).encode()}
 
 
-@pytest.mark.parametrize("name", cases())
-def test_ids_are_those_of_the_exports_readers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("kind", "template", "model_type", "config"), tables.cases(__file__, "as_models_ship_them"))
+def test_ids_are_those_of_the_exports_readers(
+    tmp_path: Path, kind: str, template: str, model_type: str | None, config: dict[str, Any]
+) -> None:
     """Of an export: the files that a run keeps, next to the model's config.json; and of those files alone."""
     from transformers import AutoTokenizer
 
-    case = cases()[name]
-    base = spm.write(tmp_path / "base", case.files, case.model_type, **case.config)
-    (base / "chat_template.jinja").write_text(case.template)
+    base = spm.write(tmp_path / "base", files_of(kind), model_type, **config)
+    (base / "chat_template.jinja").write_text(TEMPLATES[template])
     ours = load_tokenizer(str(base), None, TokenizerSection())
     ours.save(tmp_path / "run")
-    export = spm.write(tmp_path / "export", dict(ours.files), case.model_type)
+    export = spm.write(tmp_path / "export", dict(ours.files), model_type)
     for directory in (export, tmp_path / "run"):
         theirs = AutoTokenizer.from_pretrained(directory)
         for chat in CHATS:
@@ -94,7 +68,7 @@ def test_ids_are_those_of_the_exports_readers(tmp_path: Path, name: str) -> None
             assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
             assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"], text
         assert (ours.eos_id, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
-    if case.config.get("auto_map") is None:
+    if config.get("auto_map") is None:
         plain = AutoTokenizer.from_pretrained(base)
         assert plain(" a\n b </s> c")["input_ids"] == ours.encode(" a\n b </s> c", add_special_tokens=True)
 
