@@ -24,7 +24,7 @@ from tuner.data.building import apart
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
-from tuner.data.building.report import Pace, report_lines, warnings_of
+from tuner.data.building.report import pace, report_lines, warnings_of
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
@@ -390,11 +390,10 @@ def test_without_the_fast_encoder_the_bytes_are_the_same(tmp_path: Path, monkeyp
 def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
     said, now = io.StringIO(), [0.0]
     console = Console(stream=said)
-    with console.progress("encode", 100) as bar:
-        pace = Pace(console, bar, 200_000_000, lambda: now[0])
+    with pace(console, 200_000_000, lambda: now[0]) as add:
         for seconds, done in ((10, 20), (31, 30), (32, 30), (70, 60)):
             now[0] = seconds
-            pace.add(done * 1_000_000)
+            add(done * 1_000_000)
     lines = said.getvalue().splitlines()
     assert [line.split(None, 1)[1] for line in lines] == [
         "25% of 200 MB  1.6 MB/s  1:33 left", "70% of 200 MB  2.0 MB/s  0:30 left"

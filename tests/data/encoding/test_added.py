@@ -17,19 +17,8 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import RecipeError
 
-WISH: list[Any] = ["hyperkalemia", {"token": "<|turn|>", "special": True}, "caf\u00e9 \u65e5"]
-TEXTS = [
-    "a hyperkalemia, hyperkalemiahyperkalemia hyper",
-    "<|turn|>caf\u00e9 \u65e5<|turn|> caf\u00e9\u65e5 cafe\u0301 \u65e5",
-    "hello world",
-]
-LEGACY = {"0": {"content": "<|endoftext|>", "special": True}}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decoder": {"added_tokens_decoder": LEGACY},
-    "extra": {"additional_special_tokens": ["<|endoftext|>"]},
-    "extra by names": {"extra_special_tokens": {"image_token": "<|endoftext|>"}},
-}
+WISH, TEXTS = cases(__file__, "wish"), cases(__file__, "texts")
+CONFIGS: Any = cases(__file__, "configs")
 
 
 def loaded(directory: Path, wish: list[Any], **section: Any) -> TextTokenizer:

@@ -24,13 +24,7 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.id_probes import adversarial_texts
 from tuner.errors import DataError, MachineError, PluginError
 
-CHATS = [
-    [("user", "hello world"), ("assistant", "the answer is 42")],
-    [("user", "  two  spaces "), ("assistant", " x\n"), ("user", "\n\n"), ("assistant", "\u4e2d\u6587 \u00e9")],
-    [("user", ""), ("assistant", "def f(x):\n\treturn 1"), ("user", "[INST] a"), ("assistant", "\U0001f642")],
-]
-
-
+CHATS = tables.cases(__file__, "chats")
 LLAMA = {"tokenizer_class": "LlamaTokenizer", **spm.NAMES}
 
 

@@ -21,17 +21,7 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 
-TEXTS = [
-    "hello world", "  two  spaces\n\nand lines \n", "h\u00e9 \U0001f642 \u65e5\u672c", "def f(x):\n\treturn 1\r\n", ""
-]
-CHATS: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "hi"}],
-    [{"role": "system", "content": "be brief"}, *tiny.chat("hi", "yo")["messages"]],
-    [
-        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
-        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
-    ],
-]
+TEXTS, CHATS = cases(__file__, "texts"), cases(__file__, "chats")
 
 
 @pytest.mark.parametrize("template", [tiny.CHATML, TEMPLATES["llama"], TEMPLATES["tools"]])

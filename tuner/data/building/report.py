@@ -20,7 +20,7 @@ from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 from tuner.data.prepared import open_stream, view
 from tuner.errors import DataError, counted
-from tuner.runtime.console import Console, ProgressBar
+from tuner.runtime.console import Console
 
 MANY, MOST = 0.02, 0.5
 """Shares of a split's documents: a loss above the first is warned of; above the second it is an error by default."""
@@ -294,42 +294,31 @@ def done_line(size: int, seconds: float) -> str:
     return f"{size / MB:,.1f} MB in {seconds:.1f} s, {size / MB / max(seconds, 1e-9):.1f} MB/s"
 
 
-class Pace:
-    """Counts the bytes that are done, and says so: with a live bar on a terminal, else with a line now and then."""
-
-    def __init__(
-        self, console: Console, bar: ProgressBar, total: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console = console
-        self._bar = bar
-        self._total = total
-        self._clock = clock
-        self._started = self._said = clock()
-        self.done = 0
-
-    def add(self, count: int) -> None:
-        """Count `count` bytes more."""
-        self.done += count
-        now = self._clock()
-        rate = self.done / max(now - self._started, 1e-9)
-        self._bar.update(self.done // MB, f"{rate / MB:.1f} MB/s")
-        if not self._console.is_live and now - self._said >= PLAIN_EVERY_S:
-            self._said = now
-            left = max(self._total - self.done, 0) / rate
-            share = min(self.done / max(self._total, 1), 1.0)
-            self._console.say(
-                "encode", f"{share:.0%} of {self._total / MB:,.0f} MB  {rate / MB:.1f} MB/s  {_span(left)} left"
-            )
-
-
 @contextmanager
-def pace(console: Console | None, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield the function that counts bytes as they are done; `total` is the bytes of all input."""
+def pace(
+    console: Console | None, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """Yield the function that counts bytes as they are done; `total` is the bytes of all input.
+
+    It says how far they are: with a live bar on a terminal, else with a line now and then.
+    """
     if console is None:
         yield lambda count: None
         return
+    done, started, said = 0, clock(), clock()
     with console.progress("encode MB", max(total // MB, 1)) as bar:
-        yield Pace(console, bar, total).add
+
+        def add(count: int) -> None:
+            nonlocal done, said
+            done, now = done + count, clock()
+            rate = done / max(now - started, 1e-9)
+            bar.update(done // MB, f"{rate / MB:.1f} MB/s")
+            if not console.is_live and now - said >= PLAIN_EVERY_S:
+                said = now
+                share, left = min(done / max(total, 1), 1.0), _span(max(total - done, 0) / rate)
+                console.say("encode", f"{share:.0%} of {total / MB:,.0f} MB  {rate / MB:.1f} MB/s  {left} left")
+
+        yield add
 
 
 def _span(seconds: float) -> str:
