@@ -25,22 +25,9 @@ from typing import Any, Literal
 
 from tuner.data.prepared import PREPARED_SCHEMA, hashed_files
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime import files as disk
 from tuner.runtime.console import Console
-from tuner.runtime.files import (
-    MANIFEST_NAME,
-    discard_dir,
-    discard_whatever_is_left,
-    file_entries,
-    json_bytes,
-    machine_errors,
-    publish_dir,
-    read_json,
-    regular_size,
-    unfinished,
-    unlinked,
-    verify_entries,
-    write_json,
-)
+from tuner.runtime.files import MANIFEST_NAME, discard_dir, publish_dir, read_json, write_json
 from tuner.runtime.lock import FileLock
 from tuner.runtime.stop import undone
 
@@ -91,15 +78,15 @@ class Garbage:
 
 def cache_path(cache_dir: Path, level: Level, key: str) -> Path:
     """Return where a directory is or would be. Raises DataError for a link on the way there."""
-    return unlinked(cache_dir, level, key)
+    return disk.unlinked(cache_dir, level, key)
 
 
 def valid(path: Path, level: Level) -> dict[str, Any] | None:
     """The manifest of a whole directory, by its files' sizes; None where there is none or it is damaged."""
     try:
-        regular_size(path / MANIFEST_NAME)
+        disk.regular_size(path / MANIFEST_NAME)
         manifest = read_json(path / MANIFEST_NAME)
-        verify_entries(path, manifest["files"], hash=False)
+        disk.verify_entries(path, manifest["files"], hash=False)
         if manifest.get(SELF, _digest(manifest)) != _digest(manifest):
             return None
     except (DataError, KeyError, TypeError, AttributeError):
@@ -129,7 +116,7 @@ def build_once(
         if console is not None:
             console.say("waiting", f"{holder} is preparing the same data")
 
-    with machine_errors(final.parent):
+    with disk.machine_errors(final.parent):
         final.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock_path(final), on_wait=waiting):
         for leftover in _leftovers(final):
@@ -150,14 +137,14 @@ def build_once(
 def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
-    with undone(lambda: discard_whatever_is_left(tmp)), machine_errors(final):
+    with undone(lambda: disk.discard_whatever_is_left(tmp)), disk.machine_errors(final):
         try:
             tmp.mkdir()
             body = make(tmp)
             known = body.pop("files", {})
-            files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
+            files = {**disk.file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
             manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
-            manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
+            manifest[SELF] = _digest(json.loads(disk.json_bytes(manifest)))
             write_json(tmp / MANIFEST_NAME, manifest)
             publish_dir(tmp, final)
         finally:
@@ -170,7 +157,7 @@ def entries(cache_dir: Path) -> list[Entry]:
     """Every directory of the cache, prepared ones first, by key."""
     found = []
     for level in LEVELS:
-        root = unlinked(cache_dir, level)
+        root = disk.unlinked(cache_dir, level)
         paths = [root / name for name in _names(root) if _KEY.fullmatch(name)]
         found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir() and not path.is_symlink()]
     return found
@@ -195,7 +182,7 @@ def find(cache_dir: Path, wanted: str) -> Entry:
 def damages(entry: Entry) -> list[str]:
     """What is wrong with a directory: one sentence for each file that is not as its manifest says, by SHA-256."""
     try:
-        regular_size(entry.path / MANIFEST_NAME)
+        disk.regular_size(entry.path / MANIFEST_NAME)
         manifest = read_json(entry.path / MANIFEST_NAME)
     except DataError as error:
         return [error.message]
@@ -207,7 +194,7 @@ def damages(entry: Entry) -> list[str]:
         found.append(f"{entry.path / MANIFEST_NAME}: its SHA-256 differs from the one that it names")
     for name, facts in sorted(files.items()):
         try:
-            verify_entries(entry.path, {name: facts}, hash=bool(hashed_files(entry.path, {name: facts})))
+            disk.verify_entries(entry.path, {name: facts}, hash=bool(hashed_files(entry.path, {name: facts})))
         except DataError as error:
             found.append(error.message)
     return found
@@ -247,10 +234,10 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
-    garbage = [item for name in RECORDS for item in _unwritten(unlinked(cache_dir, name), dry_run)]
+    garbage = [item for name in RECORDS for item in _unwritten(disk.unlinked(cache_dir, name), dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
-        root = unlinked(cache_dir, level)
+        root = disk.unlinked(cache_dir, level)
         for key in sorted(_keys(root)):
             final = root / key
             if not _condemned(final, level, needed, verify):
@@ -266,7 +253,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
 
 def _unwritten(root: Path, dry_run: bool) -> Iterator[Garbage]:
     """Records that a launch was killed over. One that is being written now is lost at that, and found out again."""
-    for path in unfinished(root):
+    for path in disk.unfinished(root):
         if path.is_file() and not path.is_symlink():
             yield Garbage(path, "left by a launch that was killed", path.stat().st_size)
             if not dry_run:
@@ -334,7 +321,7 @@ def _keys(root: Path) -> set[str]:
 
 
 def _names(root: Path) -> list[str]:
-    with machine_errors(root), suppress(FileNotFoundError, NotADirectoryError):
+    with disk.machine_errors(root), suppress(FileNotFoundError, NotADirectoryError):
         return sorted(os.listdir(root))
     return []
 
