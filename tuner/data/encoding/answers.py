@@ -100,7 +100,7 @@ def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]]
         return None
     if opened is None or around is None or around.head != prompt[: opened.start()]:
         return None
-    thought, answer, rest = _after(messages[-1], *opened.group(0, 1, 2))
+    thought, answer, rest = _after(messages[-1], opened[0], opened[1], opened[2])
     if around.words.strip() != plain(answer).strip() and not around.calls:
         return None
     text = prompt + rest
