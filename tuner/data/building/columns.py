@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.format import open_memmap
+from numpy.lib.format import open_memmap, read_array
 
 from tuner.data.building.cache import ColumnLevel, Entry, build_held, cache_path, damages, lock_path, valid
 from tuner.errors import DataError, VerificationError
@@ -115,11 +115,16 @@ def files_of(path: Path) -> dict[str, Any]:
     return dict(read_json(path / "manifest.json")["files"])
 
 
+def _array(part: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    with part.open(name) as file:
+        return np.asarray(read_array(file, allow_pickle=False))
+
+
 def _read(path: Path) -> Columns | None:
     """The arrays of a part, checked by the sums that the archive holds; None where it is not there or damaged."""
     try:
-        with np.load(path) as part:
-            return dict(part)
+        with zipfile.ZipFile(path) as part:
+            return {name.removesuffix(".npy"): _array(part, name) for name in part.namelist()}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None
 
