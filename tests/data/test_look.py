@@ -11,6 +11,7 @@ import pytest
 from tests.data import tiny
 from tests.data.reading.cases import cases
 from tests.data.reading.files import write_kind
+from tests.fixtures import tables
 from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
@@ -30,18 +31,8 @@ TURNS = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "va
 
 
 DIALOGS = [{"dialog": row["messages"], "id": i} for i, row in enumerate(CHATS)]
-ASKED = {"instruction": "question", "output": "answer"}
-SOURCES: dict[str, tuple[list[dict[str, Any]], str, dict[str, str]]] = {
-    "chat.jsonl": (CHATS, "messages", {}),
-    "chat.jsonl.gz": (CHATS, "messages", {}),
-    "share.jsonl": (TURNS, "sharegpt", {}),
-    "dialog.jsonl": (DIALOGS, "messages", {"messages": "dialog"}),
-    "alpaca.json": (ALPACA, "alpaca", {}),
-    "table.feather": (ALPACA, "alpaca", {}),
-    "pairs.csv": (PAIRS, "alpaca", ASKED),
-    "pairs.parquet": (PAIRS, "alpaca", ASKED),
-    "directory": (CHATS, "messages", {}),
-}
+ROWS = {"chats": CHATS, "turns": TURNS, "dialogs": DIALOGS, "alpaca": ALPACA, "pairs": PAIRS}
+SOURCES: Any = tables.cases(__file__, "every_source")
 
 
 def look_at(model: Path | str, path: Path) -> Look:
@@ -58,7 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow("table.feather", "chat.jsonl.gz")
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model: str, tmp_path: Path) -> None:
-    rows, form, columns = SOURCES[name]
+    kind, form, columns = SOURCES[name]
+    rows = ROWS[kind]
     if name == "directory":
         (tmp_path / name).mkdir()
         for part, of in (("a", rows[:3]), ("b", rows[3:])):

@@ -148,17 +148,10 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_bundles")
-@pytest.mark.parametrize(
-    "data",
-    [{"train": {"weight": 2.25}, "eval": "10%"},
-     *(pytest.param(data, marks=pytest.mark.slow)
-       for data in ({}, {"eval": "10%"}, {"train": {"weight": 0.5}, "eval": "10%"}, {"train": {"weight": 2.25}},
-                    {"train": {"count": 20}, "pretrain": True, "max_length": 32},
-                    {"eval": "5 documents", "packing": False}))],
-    ids=str,
-)  # fmt: skip
-def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, Any]) -> None:
-    data = dict(data)
+@pytest.mark.slow("all of it", "held out", "half, held out", "repeated", "a count of texts", "unpacked")
+@pytest.mark.parametrize("name", WORKED := dict(cases(__file__, "the_number_of_workers_changes_no_byte")))
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path, name: str) -> None:
+    data = dict(WORKED[name])
     train = several(tmp_path / "rows", 5, **data.pop("train", {}))
     found = []
     for workers in (1, 3):
@@ -570,12 +563,7 @@ def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
 
 def test_explain_says_where_a_share_or_what_is_held_out_may_leave_a_row_out(tmp_path: Path) -> None:
     path = str(tiny.write_rows(tmp_path / "r.jsonl", rows(3)))
-    cases: list[tuple[dict[str, Any], Any, str]] = [
-        ({"weight": 0.5}, None, "weight: 0.5 may not draw it"),
-        ({"count": 2}, "34%", "count: 2 may not draw it and data.eval: 34% may hold it out"),
-        ({"weight": 2}, None, ""),
-    ]
-    for share, held, said in cases:
+    for share, held, said in cases(__file__, "explain_says_where_a_share_may_leave_a_row_out"):
         request = tiny.request(tmp_path / "cache", {"path": path, **share}, eval=held)
         assert [view.drawn for view in explain(request, 1)] == [said]
 

@@ -130,21 +130,10 @@ def test_bad_elements_of_an_array_are_rows_of_their_own(tmp_path: Path, small: N
         + b'"}, {"z":0} ]\n'
     )
     (tmp_path / "rows.json").write_bytes(data)
-    found = [
-        (line, row.col, row.value if row.problem is None else row.problem.reason)
-        for line, row in all_rows(one(tmp_path / "rows.json"))
-    ]
-    assert found == [
-        (2, 3, {"a": 1}),
-        (3, 3, "not JSON: Expecting ':' delimiter"),
-        (3, 12, "a row is an object, got int"),
-        (3, 15, "a row is an object, got str"),
-        (3, 21, "duplicate key 'c'"),
-        (4, 18, "a row is an object, got list; a JSON array cannot be read line by line: write one object per line"),
-        (5, 2, "the row is longer than 0 MiB"),
-        (5, 313, {"z": 0}),
-    ]
-    rows = {row.col: row for line, row in all_rows(one(tmp_path / "rows.json")) if row.problem}
+    found = list(all_rows(one(tmp_path / "rows.json")))
+    said = [[line, row.col, row.value if row.problem is None else row.problem.reason] for line, row in found]
+    assert said == tables.cases(__file__, "bad_elements_of_an_array")
+    rows = {row.col: row for _, row in found if row.problem}
     assert position_of(rows[21], rows[21].problem) == (4, 9)  # type: ignore[arg-type]
 
 
