@@ -3,20 +3,18 @@
 The file has no name, so that nothing of it is left however the process ends; its children reach it by the path, too.
 """
 
+import atexit
 import functools
 import os
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 from tuner.errors import DataError
 from tuner.runtime.files import machine_errors
 
 _COPY_BYTES = 1 << 20
-_kept: list[IO[bytes]] = []
-"""Files that live as long as the process."""
 
 
 @functools.cache
@@ -37,5 +35,5 @@ def without_name(lines: Iterable[bytes]) -> Path:
         except BaseException:
             file.close()
             raise
-    _kept.append(file)
+    atexit.register(file.close)
     return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
