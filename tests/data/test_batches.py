@@ -51,9 +51,7 @@ def batches(rows: FakeRows, size: int, micro: int, rank: int, world: int) -> Glo
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.integers(1, 30),
-    st.integers(1, 9),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=3),
+    st.integers(1, 30), st.integers(1, 9), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=3),
     st.fractions(min_value="1/7", max_value=4, max_denominator=7),
 )
 def test_batches_change_their_size_and_keep_the_order_of_rows(
