@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
+from tests.fixtures.tensors import whole
 from tests.train.answers import Answers
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.config.load import load_recipe
@@ -63,7 +63,7 @@ def gradients_of(
     for name, parameter in state.parameters.items():
         gradient = parameter.grad
         assert gradient is not None
-        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        gradients[name] = whole(gradient)
     return sum(totals[name] for name in sums.losses), totals, gradients, counter.counts
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.fixtures.tensors import whole
 from tests.multi.answer_cases import run_answers
 from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
@@ -38,10 +38,6 @@ from tuner.train import loop
 from tuner.train.step import TrainState, optimizer_step
 
 WORLD = 4
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 class CollectiveCounter(TorchDispatchMode):

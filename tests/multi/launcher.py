@@ -83,11 +83,3 @@ def start(arguments: list[str], world_size: int, **options: object) -> list[subp
     ]
     _stores.append(store)
     return processes
-
-
-def run(arguments: list[str], world_size: int, timeout_s: float = 300) -> str:
-    """Run to the end; rank 0's stdout. Fails with every rank's stderr."""
-    processes = start(arguments, world_size)
-    outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    assert all(p.returncode == 0 for p in processes), "\n".join(error[-3000:] for _, error in outputs)
-    return outputs[0][0]

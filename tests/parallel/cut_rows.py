@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tests.fixtures.rows import MadeRows
+from tests.fixtures.tensors import whole
 from tests.model.tiny import SHAPE, VOCAB, family_model
 from tests.train.answers import Answers
 from tests.train.synthetic import NoTokenizer, recipe_for
@@ -196,11 +197,6 @@ def method_of(name: str) -> Method:
     """One of the losses of answers."""
     tree: dict[str, Any] = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "method": PLAIN[name][0]}
     return build_method(load_recipe(tree).recipe.method)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
 
 
 OWN = """

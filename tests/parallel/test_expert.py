@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig
 
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tests.model.tiny import SHAPE, family_config
 from tests.parallel.experts import both, differences
 from tests.train.synthetic import assembly_for, recipe_for
@@ -81,10 +82,6 @@ def assembled(model: Path, rank: int, layout: dict[str, Any]) -> Assembly:
     sections = {"adapter": layout.get("adapter", {"kind": "none"}), "model": {"router_z_loss_coef": 0.1}}
     recipe = recipe_for(model, train=train, parallel=parallel, **sections)
     return assembly_for(recipe, TRAINED, RankInfo(rank, layout["world"], rank % layout["local"], layout["local"]))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients_of(assembly: Assembly) -> dict[str, torch.Tensor]:

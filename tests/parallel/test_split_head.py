@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures import split
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tests.model.tiny import VOCAB, family_config
 from tests.parallel.test_fsdp import Sent
 from tuner.evals.scorer import judged
@@ -72,10 +73,6 @@ def batch(seed: int) -> tuple[Any, ...]:
     places = torch.cat([torch.arange(length) for length in LENGTHS])
     positions = torch.tensor([0, 1, 3, 5, 6, 8, 10])
     return ids, places, LENGTHS, positions, ids[positions + 1]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def in_bf16() -> AbstractContextManager[Any]:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tuner.evals.scorer import judged
 from tuner.model import output_layer
 from tuner.model.output_layer import ALIGNED, LogitTransform, OutputLayer
@@ -53,10 +54,6 @@ def of_documents(layer: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor
     """In it no position's share is known before all losses are."""
     found = layer.losses(hidden, targets)
     return sum(((part.sum() / 5) ** 2 for part in found.split(5)), start=found.sum())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same(found: Any, expected: Any) -> None:
