@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fixtures import split
+from tests.fixtures import split, tensors
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import family_config
 from tests.train.answers import Answers
@@ -66,7 +66,7 @@ def of_answers(root: CausalLM, mesh: Mesh, method: Method) -> tuple[float, dict[
     if mesh.size > 1:
         dist.all_reduce(loss)
         loss /= mesh.tensor
-    gradients = {name: split._full(gradient).clone() for name, gradient in state.gradients().items()}
+    gradients = {name: tensors.whole(gradient) for name, gradient in state.gradients().items()}
     for parameter in parameters.values():
         parameter.grad = None
     return loss.item(), gradients

@@ -18,7 +18,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from tuner.model.blocked_attention import attend_documents, attend_with_sinks, band, plan_blocks
+from tuner.model.blocked_attention import attend_in_blocks, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
 from tuner.model.native.library import TYPES
@@ -207,10 +207,8 @@ def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Ask
         output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap, sink)
     elif native and not asked.cap and all(tensor.dtype in TYPES for tensor in tensors):
         output = native_attention(query, key, value, documents.host, window, scale, sink)[0]
-    elif sink is not None:
-        output = attend_with_sinks(query, key, value, documents.host, window, scale, asked.cap, sink)[0]
     else:
-        output = attend_documents(query, key, value, documents.host, window, scale, asked.cap)
+        output = attend_in_blocks(query, key, value, documents, window, scale, asked.cap, sink)
     return output
 
 

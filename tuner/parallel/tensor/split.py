@@ -22,8 +22,9 @@ from tuner.model.root import CausalLM
 from tuner.model.table import is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
+from tuner.parallel.exchange import Group
 from tuner.parallel.lookup import in_parts
-from tuner.parallel.tensor.collectives import Group, entered
+from tuner.parallel.tensor.collectives import entered
 from tuner.parallel.tensor.layers import (
     Columns,
     GatheredColumns,
