@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, MambaConfig, PretrainedConfig
 
+from tests.fixtures import tables
 from tests.model.cuda_branch import config_of, triton_stand_in
 from tests.model.flash4_stand_in import StandIn, flash4_stand_in
 from tests.model.varlen_stand_in import CALLS
@@ -171,15 +172,7 @@ def test_a_run_keeps_the_version_that_it_has_and_a_lack_is_named(there: Torch, m
     assert not flash4_attention.is_taken()
 
 
-@pytest.mark.parametrize(
-    ("times", "factor", "name"),
-    [
-        ({"flash attention 3": 0.8, "flash attention 4": 0.5}, 1.0, "flash attention 4"),
-        ({"flash attention 3": 0.5, "flash attention 4": 0.8}, 1.0, "flash attention 3"),
-        ({"flash attention 3": 0.99, "flash attention 4": 1.2}, 1.0, "flash attention 2"),
-        ({"flash attention 3": 0.9, "flash attention 4": 0.1}, 1.1, "flash attention 3"),
-    ],
-)
+@pytest.mark.parametrize(("times", "factor", "name"), tables.cases(__file__, "the_fastest_right_one_is_found"))
 def test_the_fastest_right_one_is_found(
     times: dict[str, float], factor: float, name: str, there: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

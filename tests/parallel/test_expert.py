@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig
 
+from tests.fixtures import tables
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.tensors import whole
 from tests.model.tiny import SHAPE, family_config
@@ -287,10 +288,7 @@ def content_of(assembly: Assembly) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "size", "reason", "hint"),
-    [
-        ("llama", 2, "LlamaForCausalLM has no routed experts", "write parallel.expert: 1"),
-        ("mixtral", 3, r"3 does not divide the 4 experts of model\.layers\.0\.mlp\.experts", "write one of 2, 4"),
-    ],
+    tables.cases(__file__, "what_cannot_be_spread_is_refused"),
 )
 def test_what_cannot_be_spread_is_refused(family: str, size: int, reason: str, hint: str) -> None:
     built = meta_model(family_config(family, tied=False), torch.float32)

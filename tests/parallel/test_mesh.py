@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fixtures import tables
 from tuner.errors import MachineError
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
@@ -15,14 +16,7 @@ def laid_out(rank: int, world_size: int, local: int, shard: str) -> Mesh:
 
 @pytest.mark.parametrize(
     ("world_size", "local", "shard", "axes", "copies"),
-    [
-        (4, 4, "full", {"shard": 4}, 1),
-        (4, 2, "full", {"shard": 4}, 1),
-        (4, 2, "hybrid", {"replicate": 2, "shard": 2}, 2),
-        (4, 4, "hybrid", {"shard": 4}, 1),
-        (4, 4, "none", {"replicate": 4}, 4),
-        (4, 1, "hybrid", {"replicate": 4}, 4),
-    ],
+    tables.cases(__file__, "every_process_computes_its_own_rows"),
 )
 def test_every_process_computes_its_own_rows(
     world_size: int, local: int, shard: str, axes: dict[str, int], copies: int

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from tests.fixtures import tables
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, all_batches, differences, split_model, step, whole_model
 from tests.model.tiny import FAMILIES, family_config
@@ -95,20 +96,7 @@ def model_of(family: str, directory: Path, **changes: object) -> PreTrainedModel
 
 @pytest.mark.parametrize(
     ("family", "changes", "size", "expected", "hint"),
-    [
-        ("llama", {}, 3, "layers.0.self_attn has 4 heads, which 3 does not divide", "parallel.tensor: 1 or 2 or 4"),
-        (
-            "llama",
-            {"num_attention_heads": 6, "hidden_size": 48, "num_key_value_heads": 3},
-            2,
-            "gives 3 heads",
-            "1 or 3 or 6",
-        ),
-        ("llama", {"intermediate_size": 50}, 4, "layers.0.mlp.gate_proj is 50 wide", "1 or 2 or 5 or 10"),
-        ("gpt2", {}, 2, "no plan of how to split a gpt2 model", "parallel.tensor: 1"),
-        ("phi", {"qk_layernorm": True}, 2, "what becomes of layers.0.self_attn.q_layernorm", "parallel.tensor: 1"),
-        ("llama", {"attention_dropout": 0.1}, 2, "its attention has dropout", "parallel.tensor: 1"),
-    ],
+    tables.cases(__file__, "what_cannot_be_split_is_refused_with_the_numbers_that_can"),
 )
 def test_what_cannot_be_split_is_refused_with_the_numbers_that_can(
     family: str, changes: dict[str, object], size: int, expected: str, hint: str, tmp_path: Path

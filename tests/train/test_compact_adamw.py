@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from tests.fixtures import trainings
+from tests.fixtures import tables, trainings
 from tests.fixtures.commands import printed
 from tests.fixtures.trainings import launch
 from tests.train.compact_parts import KINDS, MAPS, PLAIN, made_part, rows_alone, tensors
@@ -271,15 +271,7 @@ def test_a_resume_with_other_moments_is_refused_with_what_to_write(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("sections", "said"),
-    [
-        ({"optimizer": {"rounding": "stochastic"}}, "with model.dtype: auto those trained are float32"),
-        ({"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "fp32"}}, "write model.dtype: bf16"),
-        (
-            {"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "bf16"}, "adapter": {"kind": "lora"}},
-            "write optimizer.rounding: nearest",
-        ),
-        ({"optimizer": {"kind": "muon", "state": "8bit"}}, "not with kind muon; write optimizer.kind: adamw"),
-    ],
+    tables.cases(__file__, "what_does_not_go_together_is_refused_when_the_recipe_is_read"),
 )
 def test_what_does_not_go_together_is_refused_when_the_recipe_is_read(sections: dict[str, Any], said: str) -> None:
     tree = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}

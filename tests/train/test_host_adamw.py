@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.fixtures import tables
 from tests.train.test_optimizer import SECTIONS
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
@@ -134,14 +135,7 @@ def test_the_host_reads_one_number_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert reads.count == 1
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        ({"kind": "muon"}, "optimizer.offload  not with kind muon; write optimizer.kind: adamw"),
-        ({"state": "8bit"}, "moments on the host are float32; write optimizer.state: fp32, or offload: none with 8bit"),
-        ({"rounding": "stochastic"}, "the host updates float32 weights"),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused"))
 def test_what_does_not_go_together_is_refused(optimizer: dict[str, Any], said: str) -> None:
     tree: dict[str, Any] = {"model": {"name_or_path": "x", "dtype": "bf16"}, "data": {"train": "x"}}
     with pytest.raises(RecipeError, match=re.escape(said)):
