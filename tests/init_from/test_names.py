@@ -19,10 +19,7 @@ def test_a_glob_means_names(pattern: str, name: str, is_meant: bool) -> None:
 
 @pytest.mark.parametrize(("name", "wanted"), tables.cases(__file__, "a_name_becomes_another"))
 def test_a_name_becomes_another(name: str, wanted: str) -> None:
-    table = {
-        "transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}",
-        "transformer.h.*.*.*": "norms/{1}/{3}",
-    }
+    table = {"transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}", "transformer.h.*.*.*": "norms/{1}/{3}"}
     assert renamed(name, table) == wanted
 
 

@@ -105,18 +105,12 @@ def test_it_is_an_operation_as_torch_wants_them(is_whole: bool) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "rslora": {"lora": replace(LORA, use_rslora=True)},
-    "recomputed": {"level": "full"},
-    "selective": {"level": "selective"},
-    "dropout": {"lora": replace(LORA, dropout=0.3)},
+    "lora": {}, "rslora": {"lora": replace(LORA, use_rslora=True)}, "recomputed": {"level": "full"},
+    "selective": {"level": "selective"}, "dropout": {"lora": replace(LORA, dropout=0.3)},
     "some": {"lora": replace(LORA, target_modules=["q_proj", "v_proj", "down_proj"])},
-    "biases": {"family": "llama", "biases": True},
-    "nf4": {"quantized": "nf4"},
-    "int8": {"quantized": "int8", "level": "selective"},
-    "dora": {"lora": replace(LORA, use_dora=True)},
-    "conv1d": {"family": "gpt2"},
-    "fused": {"family": "phi3"},
+    "biases": {"family": "llama", "biases": True}, "nf4": {"quantized": "nf4"},
+    "int8": {"quantized": "int8", "level": "selective"}, "dora": {"lora": replace(LORA, use_dora=True)},
+    "conv1d": {"family": "gpt2"}, "fused": {"family": "phi3"},
     "experts": {"family": "qwen3-moe", "lora": replace(LORA, experts=True)},
 }
 APART = {"dropout", "dora", "conv1d", "fused"}

@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BioGptConfig,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    XLNetConfig,
-)
+from transformers import BioGptConfig, Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config, XLNetConfig
 
 from tests.fixtures import tables
 from tuner.errors import RecipeError

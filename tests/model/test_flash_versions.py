@@ -98,14 +98,9 @@ def use(kind: str, generation: int, wanted: str | None = None, **changes: Any) -
 @pytest.mark.parametrize(
     ("generation", "width", "installed", "taken"),
     [
-        (9, 256, (FLASH_3, FLASH_4), FA4),
-        (9, 256, (FLASH_3,), FA3),
-        (10, 128, (FLASH_3, FLASH_4), FA4),
-        (10, 256, (FLASH_4,), FA4),
-        (10, 320, (FLASH_4,), "tuner's Triton kernel: heads have 320 channels"),
-        (12, 64, (FLASH_4,), FA4),
-        (12, 256, (FLASH_4,), "flash attention 2"),
-        (10, 64, (FLASH_3,), FA2_OF_4),
+        (9, 256, (FLASH_3, FLASH_4), FA4), (9, 256, (FLASH_3,), FA3), (10, 128, (FLASH_3, FLASH_4), FA4),
+        (10, 256, (FLASH_4,), FA4), (10, 320, (FLASH_4,), "tuner's Triton kernel: heads have 320 channels"),
+        (12, 64, (FLASH_4,), FA4), (12, 256, (FLASH_4,), "flash attention 2"), (10, 64, (FLASH_3,), FA2_OF_4),
         (8, 64, (FLASH_3, FLASH_4), "flash attention 2"),
     ],
 )

@@ -23,21 +23,14 @@ from tuner.model.build import ModelSpec, build_model, model_config
 from tuner.model.vetting import ignored_code, require_known_losses, untrained_indexer
 
 REFUSED: list[dict[str, Any]] = [
-    {"_attn_implementation": "kernels-community/flash-attn2"},
-    {"attn_implementation": {"": "someone/evil:attention"}},
-    {"text_config": {"_attn_implementation_internal": "a/b"}},
-    {"experts_implementation": "a/b"},
-    {"kernel_config": {"RMSNorm": "a/b:Norm"}},
-    {"quantization_config": {}},
-    {"quantization_config": {"quant_method": "fp8"}},
-    {"torch_dtype": "__import__('os').getcwd()"},
-    {"dtype": "load"},
+    {"_attn_implementation": "kernels-community/flash-attn2"}, {"attn_implementation": {"": "someone/evil:attention"}},
+    {"text_config": {"_attn_implementation_internal": "a/b"}}, {"experts_implementation": "a/b"},
+    {"kernel_config": {"RMSNorm": "a/b:Norm"}}, {"quantization_config": {}},
+    {"quantization_config": {"quant_method": "fp8"}}, {"torch_dtype": "__import__('os').getcwd()"}, {"dtype": "load"},
     {"auto_map": {"AutoConfig": "c.C"}, "model_type": "evil"},
 ]
 BENIGN: list[dict[str, Any]] = [
-    {"_attn_implementation": "flash_attention_2"},
-    {"torch_dtype": "bfloat16"},
-    {"dtype": {"": "float16"}},
+    {"_attn_implementation": "flash_attention_2"}, {"torch_dtype": "bfloat16"}, {"dtype": {"": "float16"}},
     {"quantization_config": None},
     {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.Llama"}},
 ]

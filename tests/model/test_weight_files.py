@@ -101,12 +101,8 @@ def test_a_header_that_takes_all_memory_is_refused_before_it_is_parsed(
     many = b"{" + b",".join(empty % i for i in range(40_000)) + b"}"
     monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("it was parsed"))
     for bomb in (
-        header(many),
-        header(b"[" * 1000),
-        header(b"{" + b'"a":[],' * 100_000 + b"}", 64 << 20),
-        struct.pack("<Q", 1 << 62) + b"{}",
-        struct.pack("<Q", 1 << 20) + b"{}",
-        b"",
+        header(many), header(b"[" * 1000), header(b"{" + b'"a":[],' * 100_000 + b"}", 64 << 20),
+        struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 1 << 20) + b"{}", b"",
     ):
         (tmp_path / "a.safetensors").write_bytes(bomb)
         with pytest.raises(DataError, match=r"a\.safetensors: not a safetensors file"):

@@ -24,14 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCAB = 97
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 SHAPE: dict[str, Any] = {
-    **TOKENS,
-    "pad_token_id": 0,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **TOKENS, "pad_token_id": 0, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }
 _GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

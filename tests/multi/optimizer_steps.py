@@ -23,11 +23,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor-scaled": {"kind": "adafactor", "lr": 1e-2, "scale_parameter": True},
     "muon": {"kind": "muon", "lr": 1e-3},
     "own": {
-        "kind": "custom",
-        "lr": 1e-3,
-        "use": f"{Path(__file__).with_name('own_optimizer.py')}:RMSprop",
-        "options": {"alpha": 0.9, "momentum": 0.5},
-        "elementwise": True,
+        "kind": "custom", "lr": 1e-3, "use": f"{Path(__file__).with_name('own_optimizer.py')}:RMSprop",
+        "options": {"alpha": 0.9, "momentum": 0.5}, "elementwise": True,
     },
 }
 

@@ -39,10 +39,8 @@ def take_steps(wish: Wish, rank_info: RankInfo) -> dict[str, Any]:
         adapter=wish["adapter"],
         model={"name_or_path": wish["model"], **wish.get("model_keys", {})},
         train={
-            "global_batch_size": 4,
-            "micro_batch_size": 4 // rank_info.world_size,
-            "precision": wish.get("precision", "fp32"),
-            **wish.get("train", {}),
+            "global_batch_size": 4, "micro_batch_size": 4 // rank_info.world_size,
+            "precision": wish.get("precision", "fp32"), **wish.get("train", {}),
         },
         data={"shuffle": False},
     )

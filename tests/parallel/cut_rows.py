@@ -96,10 +96,7 @@ class Case:
             local = self.processes // self.machines
             info = RankInfo(rank=rank, local_rank=rank % local, world_size=self.processes, local_world_size=local)
             parallel = {
-                "processes": self.processes,
-                "shard": self.shard,
-                "sequence": self.sequence,
-                "tensor": self.tensor,
+                "processes": self.processes, "shard": self.shard, "sequence": self.sequence, "tensor": self.tensor,
             }
             sections["parallel"] = {**parallel, **sections.get("parallel", {})}
         recipe = recipe_for(directory / self.family, **sections)

@@ -177,10 +177,8 @@ def layer(config: Any) -> nn.Module:
 
 
 ROUTED = {
-    "evenly": [[0, 1], [2, 3], [3, 0], [1, 2]],
-    "to the first process alone": [[0, 1], [1, 0], [0, 1]],
-    "to one expert of the second": [[3, 3], [3, 3]],
-    "some to nobody": [[0, 2]],
+    "evenly": [[0, 1], [2, 3], [3, 0], [1, 2]], "to the first process alone": [[0, 1], [1, 0], [0, 1]],
+    "to one expert of the second": [[3, 3], [3, 3]], "some to nobody": [[0, 2]],
 }
 
 
@@ -287,8 +285,7 @@ def content_of(assembly: Assembly) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "reason", "hint"),
-    tables.cases(__file__, "what_cannot_be_spread_is_refused"),
+    ("family", "size", "reason", "hint"), tables.cases(__file__, "what_cannot_be_spread_is_refused")
 )
 def test_what_cannot_be_spread_is_refused(family: str, size: int, reason: str, hint: str) -> None:
     built = meta_model(family_config(family, tied=False), torch.float32)

@@ -15,8 +15,7 @@ def laid_out(rank: int, world_size: int, local: int, shard: str) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "local", "shard", "axes", "copies"),
-    tables.cases(__file__, "every_process_computes_its_own_rows"),
+    ("world_size", "local", "shard", "axes", "copies"), tables.cases(__file__, "every_process_computes_its_own_rows")
 )
 def test_every_process_computes_its_own_rows(
     world_size: int, local: int, shard: str, axes: dict[str, int], copies: int

@@ -33,12 +33,9 @@ def ways() -> dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]:
     from torch.distributed.tensor import Replicate, Shard
 
     return {
-        "rows": ((4,), (Shard(0),)),
-        "columns": ((4,), (Shard(1),)),
-        "rows and columns": ((2, 2), (Shard(0), Shard(1))),
-        "rows of rows": ((2, 2), (STRIDED(0, 2), Shard(0))),
-        "parts of rows": ((2, 2), (Shard(1), STRIDED(0, 2))),
-        "copies of columns": ((2, 2), (Replicate(), Shard(1))),
+        "rows": ((4,), (Shard(0),)), "columns": ((4,), (Shard(1),)),
+        "rows and columns": ((2, 2), (Shard(0), Shard(1))), "rows of rows": ((2, 2), (STRIDED(0, 2), Shard(0))),
+        "parts of rows": ((2, 2), (Shard(1), STRIDED(0, 2))), "copies of columns": ((2, 2), (Replicate(), Shard(1))),
     }
 
 

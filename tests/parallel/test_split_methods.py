@@ -28,10 +28,7 @@ from tuner.train.guard import Guard
 from tuner.train.methods.method import Method, build_method
 from tuner.train.step import StepConfig, TrainState, forward_backward
 
-CASES = (
-    (2, split.Split("qwen3", tied=True)),
-    (4, split.Split("llama", adapter="lora")),
-)
+CASES = ((2, split.Split("qwen3", tied=True)), (4, split.Split("llama", adapter="lora")))
 """Processes, two of which split each layer; with an adapter the reference is the model without it."""
 
 

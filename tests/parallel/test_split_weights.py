@@ -116,11 +116,7 @@ def test_norms_count_once_and_whole_gradients_are_summed_over_those_with_the_sam
         assert meshes.data_mesh is not None and meshes.weights is not None and meshes.tensor is not None
         assert meshes.data_mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
         norm = DTensor.from_local(numbers(3) + 3 * (rank // 2), meshes.weights, [Shard(0)], run_check=False)
-        tensors = {
-            1: placed(numbers(8, 6), (2, 2), (STRIDED(0, 2), Shard(0))),
-            2: norm,
-            4: numbers(5),
-        }
+        tensors = {1: placed(numbers(8, 6), (2, 2), (STRIDED(0, 2), Shard(0))), 2: norm, 4: numbers(5)}
         assert [holders(one, mesh) for one in tensors.values()] == [1, 2, 4]
         total = squared_norm(list(tensors.values()), mesh)
         torch.distributed.all_reduce(total)

@@ -17,16 +17,10 @@ from tuner.runtime.parts import local
 from tuner.setup.probes import record_probes
 
 CASES = [
-    Spread(level="none"),
-    Spread(level="selective"),
-    Spread(level="full", reshard=False, vocabulary=VOCAB),
-    Spread(tied=True, whole=True),
-    Spread(family="phi", reshard=False),
-    Spread(family="gpt2"),
-    Spread(shard="none", tied=True),
-    Spread(adapter="lora", level="selective"),
-    Spread(family="llama", frozen=("embed_tokens",)),
-    Spread(family="llama", adapter="lora", saved=("embed_tokens",)),
+    Spread(level="none"), Spread(level="selective"), Spread(level="full", reshard=False, vocabulary=VOCAB),
+    Spread(tied=True, whole=True), Spread(family="phi", reshard=False), Spread(family="gpt2"),
+    Spread(shard="none", tied=True), Spread(adapter="lora", level="selective"),
+    Spread(family="llama", frozen=("embed_tokens",)), Spread(family="llama", adapter="lora", saved=("embed_tokens",)),
     Spread(family="gemma3", adapter="lora", new_ids=range(90, VOCAB)),
 ]
 ROW = (torch.arange(3, 23), torch.arange(20), (20,), torch.arange(19), torch.arange(4, 23))

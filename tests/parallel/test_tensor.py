@@ -28,12 +28,7 @@ ALONE = {
         Split("gemma3", tied=True),
         Split("mistral", config={"num_key_value_heads": 1}, accumulated=2),
     ],
-    "other families": [
-        Split("olmo2", level="selective"),
-        Split("phi"),
-        Split("phi3"),
-        Split("qwen3-moe"),
-    ],
+    "other families": [Split("olmo2", level="selective"), Split("phi"), Split("phi3"), Split("qwen3-moe")],
     "adapters": [
         Split("qwen3", tied=True, adapter="lora", config={"num_key_value_heads": 1, "attention_bias": True}),
         Split("llama", adapter="lora", dropout=0.1, accumulated=4, new_ids=range(97, 99), config={"vocab_size": 99}),
@@ -44,10 +39,7 @@ ALONE = {
 """Groups of cases for two processes, of which each holds a part of every layer."""
 FOUR = MeshSpec("full", tensor=4)
 SHARDED = {
-    "one group": [
-        Split("llama", mesh=FOUR, config=BIASED),
-        Split("qwen3", tied=True, mesh=FOUR, accumulated=2),
-    ],
+    "one group": [Split("llama", mesh=FOUR, config=BIASED), Split("qwen3", tied=True, mesh=FOUR, accumulated=2)],
     "two groups that shard what they have": [
         Split("qwen3", tied=True, accumulated=4, config={"vocab_size": 100}),
         Split("llama", adapter="dora", accumulated=2, config={"vocab_size": 100, "num_key_value_heads": 1}),
@@ -79,8 +71,7 @@ def test_a_step_of_two_processes_is_that_of_one(group: str, tmp_path: Path) -> N
 @pytest.mark.slow("one group")
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "group",
-    [pytest.param(group, marks=pytest.mark.slow) if group.endswith("have") else group for group in SHARDED],
+    "group", [pytest.param(group, marks=pytest.mark.slow) if group.endswith("have") else group for group in SHARDED]
 )
 def test_so_is_one_of_four_processes_with_shards_and_copies(group: str, tmp_path: Path) -> None:
     compared(4, SHARDED[group], tmp_path)

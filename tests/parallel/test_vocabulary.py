@@ -69,8 +69,7 @@ def compare(pair: tuple[OutputLayer, OutputLayer], count: int, trained: bool) ->
         found = []
         for layer in pair:
             hidden, own = (
-                states.clone().requires_grad_(),
-                [one for one in (layer.weight, layer.bias) if one is not None],
+                states.clone().requires_grad_(), [one for one in (layer.weight, layer.bias) if one is not None]
             )
             for tensor in own:
                 tensor.requires_grad_(trained)
@@ -102,9 +101,7 @@ def test_losses_gradients_and_choices_are_those_of_one_process(
 ) -> None:
     """Rows that do not divide, and of four processes one without any; as on a GPU, with rows of logits filled up."""
     kinds = (
-        (LogitTransform(), True, False, True, 13),
-        (CAPPED, False, True, True, 13),
-        (CAPPED, True, False, False, 13),
+        (LogitTransform(), True, False, True, 13), (CAPPED, False, True, True, 13), (CAPPED, True, False, False, 13),
         (LogitTransform(), False, True, False, 0),
     )
 

@@ -92,10 +92,8 @@ def write_model(directory: Path, kind: str = "llama-tied", vocabulary: int = VOC
 def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
     (model_dir / "rows.jsonl").touch()
     tree: dict[str, Any] = {
-        "model": {"name_or_path": str(model_dir)},
-        "data": {"train": str(model_dir / "rows.jsonl")},
-        "train": {"device": "cpu", "precision": "fp32", "duration": "20 steps"},
-        "optimizer": {"lr": 1e-3},
+        "model": {"name_or_path": str(model_dir)}, "data": {"train": str(model_dir / "rows.jsonl")},
+        "train": {"device": "cpu", "precision": "fp32", "duration": "20 steps"}, "optimizer": {"lr": 1e-3},
     }
     for section, values in sections.items():
         tree[section] = {**tree.get(section, {}), **values}

@@ -25,10 +25,7 @@ from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 SHAPES = {
-    "embed.weight": (80, 64),
-    "layer.weight": (20, 300),
-    "layer.bias": (20,),
-    "experts.up": (3, 50, 40),
+    "embed.weight": (80, 64), "layer.weight": (20, 300), "layer.bias": (20,), "experts.up": (3, 50, 40),
     "small.weight": (6, 40),
 }
 EMBEDDINGS = frozenset({"embed.weight"})
@@ -95,9 +92,7 @@ def test_the_whole_shape_says_what_has_8_bits() -> None:
         kinds = {moment: t.dtype for (moment, other), t in found.items() if other == name}
         if name in CODED:
             assert kinds == {
-                "exp_avg_codes": torch.uint8,
-                "exp_avg_scales": torch.float32,
-                "exp_avg_sq_codes": torch.uint8,
+                "exp_avg_codes": torch.uint8, "exp_avg_scales": torch.float32, "exp_avg_sq_codes": torch.uint8,
                 "exp_avg_sq_scales": torch.float32,
             }
         else:
@@ -242,10 +237,7 @@ def test_the_kernel_of_triton_has_the_bits_of_plain_torch_on_a_gpu() -> None:
 
 
 FULL = {
-    "adapter__kind": "none",
-    "adapter__r": "null",
-    "adapter__dropout": "null",
-    "model__init": "random",
+    "adapter__kind": "none", "adapter__r": "null", "adapter__dropout": "null", "model__init": "random",
     "model__config": "{hidden_size: 64, intermediate_size: 96}",
 }
 
@@ -270,8 +262,7 @@ def test_a_resume_with_other_moments_is_refused_with_what_to_write(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
-    tables.cases(__file__, "what_does_not_go_together_is_refused_when_the_recipe_is_read"),
+    ("sections", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused_when_the_recipe_is_read")
 )
 def test_what_does_not_go_together_is_refused_when_the_recipe_is_read(sections: dict[str, Any], said: str) -> None:
     tree = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}

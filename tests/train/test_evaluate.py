@@ -128,8 +128,8 @@ def test_position_losses_in_chunks_with_a_bias(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("paths", "names"), tables.cases(__file__, "names_of_sources"))
-def test_names_of_sources(paths: list[str], names: tuple[str, ...]) -> None:
-    assert source_names(paths) == names
+def test_names_of_sources(paths: list[str], names: list[str]) -> None:
+    assert source_names(paths) == tuple(names)
     assert len(set(names)) == len(names)
 
 

@@ -21,12 +21,8 @@ from tuner.train.host_adamw import UNIT, HostAdamW, buckets
 from tuner.train.optimizer import OptimizerSet, build_optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "embed.weight": (7, 4),
-    "layer.weight": (37, 53),
-    "layer.bias": (1001,),
-    "norm.weight": (4,),
-    "experts.up": (3, 5, 4),
-    "none.weight": (0, 4),
+    "embed.weight": (7, 4), "layer.weight": (37, 53), "layer.bias": (1001,), "norm.weight": (4,),
+    "experts.up": (3, 5, 4), "none.weight": (0, 4),
 }
 GROUPS = [{"match": ["layer.bias"], "lr": 0.02}, {"match": "layer", "weight_decay": 0.2}]
 

@@ -15,22 +15,14 @@ from tuner.errors import RecipeError
 from tuner.train.optimizer import OptimizerSet, build_optimizer, is_matrix
 
 SHAPES = {
-    "embed.weight": (7, 4),
-    "layer.weight": (6, 4),
-    "down.weight": (4, 6),
-    "layer.bias": (6,),
-    "norm.weight": (4,),
+    "embed.weight": (7, 4), "layer.weight": (6, 4), "down.weight": (4, 6), "layer.bias": (6,), "norm.weight": (4,),
     "experts.up": (3, 5, 4),
 }
 OUTER = frozenset({"embed.weight"})
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "sgd": {},
-    "sgd-nesterov": {"kind": "sgd", "nesterov": True},
-    "sgd-plain": {"kind": "sgd", "momentum": 0},
-    "adafactor": {},
-    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True},
-    "muon": {"adamw_lr": 0.01},
+    "adamw": {}, "sgd": {}, "sgd-nesterov": {"kind": "sgd", "nesterov": True},
+    "sgd-plain": {"kind": "sgd", "momentum": 0}, "adafactor": {},
+    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True}, "muon": {"adamw_lr": 0.01},
 }
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 
@@ -246,12 +238,8 @@ def test_groups_have_settings_of_their_own() -> None:
     updater.set_factor(0.5)
     updater.step()
     expected = {
-        "embed.weight": (0.1, 0.3),
-        "down.weight": (0.1, 0.3),
-        "layer.weight": (0.1, 0.2),
-        "layer.bias": (0.02, 0.0),
-        "norm.weight": (0.02, 0.0),
-        "experts.up": (0.03, 0.3),
+        "embed.weight": (0.1, 0.3), "down.weight": (0.1, 0.3), "layer.weight": (0.1, 0.2), "layer.bias": (0.02, 0.0),
+        "norm.weight": (0.02, 0.0), "experts.up": (0.03, 0.3),
     }
     assert_near(own, {n: before[n] * (1 - 0.5 * lr * decay) - 0.5 * lr for n, (lr, decay) in expected.items()})
 

@@ -196,9 +196,7 @@ def trained(directory: Path, steps: int, rows: bool, **sections: dict[str, Any])
 
 
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
-    {"weight_decay": 0.1},
-    {"kind": "muon", "weight_decay": 0.1},
-    {"state": "8bit"},
+    {"weight_decay": 0.1}, {"kind": "muon", "weight_decay": 0.1}, {"state": "8bit"},
 )
 
 

@@ -230,11 +230,7 @@ def _each_alone(tensors: tuple[torch.Tensor, ...], bounds: torch.Tensor, asked: 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(
-    tensors: tuple[torch.Tensor, ...],
-    sizes: tuple[tuple[int, ...], ...],
-    asked: _Asked,
-) -> torch.Tensor:
+def _one_by_one(tensors: tuple[torch.Tensor, ...], sizes: tuple[tuple[int, ...], ...], asked: _Asked) -> torch.Tensor:
     """Torch's own attention for each document; of query, key and value so many positions each are its own."""
     parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
     queries, keys, _ = sizes

@@ -116,11 +116,7 @@ _keeps = True
 
 
 def apply_recompute(
-    root: CausalLM,
-    level: Level,
-    n_layers: int | None = None,
-    compiled: bool = False,
-    modules: Sequence[str] = (),
+    root: CausalLM, level: Level, n_layers: int | None = None, compiled: bool = False, modules: Sequence[str] = ()
 ) -> None:
     """Recompute ``n_layers`` decoder layers, evenly spread, or all of them, in place; before sharding.
 

@@ -179,8 +179,7 @@ def _following(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, 
         return None if hidden is None or heads is None or hidden % heads else hidden // heads
 
     follows: dict[str, Callable[[bool], int | None]] = {
-        "head_dim": width,
-        "num_key_value_heads": partial(value, "num_attention_heads"),
+        "head_dim": width, "num_key_value_heads": partial(value, "num_attention_heads")
     }
     found = {}
     for key, rule in follows.items():

@@ -187,8 +187,6 @@ def native_into_gradient(
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "liger": liger_into_gradient,
-    "native": native_into_gradient,
-    "torch": softmax_into_gradient,
+    "liger": liger_into_gradient, "native": native_into_gradient, "torch": softmax_into_gradient,
 }
 """What turns logits into loss and gradient, by the recipe's `model.kernels`."""

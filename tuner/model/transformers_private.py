@@ -157,8 +157,7 @@ def _reading_config() -> Any:
             sources: Any = about.get("source_patterns") or ()
             for name, found in tensors.items():
                 weight, source = (
-                    found[0] if isinstance(found, list) else found,
-                    sources[0] if len(sources) == 1 else None,
+                    found[0] if isinstance(found, list) else found, sources[0] if len(sources) == 1 else None
                 )
                 kept = self.quantization_config.reader.take(model, name, weight, source)
                 missing_keys.discard(name)

@@ -80,8 +80,7 @@ def check_spread(model: PreTrainedModel, size: int) -> None:
         other = [own for own, tensor in _tensors(module) if own.partition(".")[2] or tensor.shape[:1] != (count,)]
         if other:
             raise RecipeError(
-                f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert",
-                hint=f"write {_KEY}: 1",
+                f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert", hint=f"write {_KEY}: 1"
             )
 
 

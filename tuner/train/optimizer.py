@@ -348,8 +348,7 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **zero_averages(parameter),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zero_averages(parameter)
         }
     return optimizer
 

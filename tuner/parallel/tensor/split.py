@@ -89,10 +89,8 @@ class _Splitter:
         adapted = hasattr(layer, "get_base_layer")
         base, group = layer.get_base_layer() if adapted else layer, self.group
         forwards: dict[SplitWay, Callable[..., Any]] = {
-            "columns": Columns(base, enter),
-            "rows": RowParallel(base, group),
-            "columns_gathered": GatheredColumns(base, enter, group),
-            "rows_of_own": RowsOfOwn(base, group),
+            "columns": Columns(base, enter), "rows": RowParallel(base, group),
+            "columns_gathered": GatheredColumns(base, enter, group), "rows_of_own": RowsOfOwn(base, group),
         }
         wrap(base, Wrapper.SPLIT, forwards[way])
         by_outputs = way in ("columns", "columns_gathered")

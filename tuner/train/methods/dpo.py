@@ -97,16 +97,8 @@ def _bco(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
 
 
 LOSSES: Mapping[DpoLoss, PairLoss] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "robust": _robust,
-    "sigmoid_norm": _sigmoid_norm,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "sppo": _sppo,
-    "nca": _nca,
-    "bco": _bco,
+    "sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo, "robust": _robust, "sigmoid_norm": _sigmoid_norm,
+    "apo_zero": _apo_zero, "apo_down": _apo_down, "sppo": _sppo, "nca": _nca, "bco": _bco,
 }
 
 
