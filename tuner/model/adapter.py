@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -38,15 +38,6 @@ from tuner.model.wrap import Wrapper, wrappers_of
 from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"
-
-
-class SavesModules(Protocol):
-    """An adapter besides which modules are trained in full."""
-
-    @property
-    def modules_to_save(self) -> Sequence[str]:
-        """Names or globs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     layers that peft would not adapt.
     """
     on_meta = next(model.parameters()).device.type == "meta"
-    saved = saved_modules(model, spec)
+    saved = saved_modules(model, spec.modules_to_save)
     targets = _target_names(model, spec, saved)
     config = spec.peft_config(_shortest(model, targets), has_score(model))
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
@@ -316,14 +307,14 @@ def _not_adaptable(layers: Iterable[str], bad: Iterable[str], name: str, why: st
     )
 
 
-def saved_modules(model: PreTrainedModel, spec: SavesModules) -> list[str]:
-    """Full names of the modules that are trained in full; outermost ones only.
+def saved_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
+    """Full names of the modules that are trained in full, by names or globs; outermost ones only.
 
     A module that shares its weight with another stands for both: they stay one tensor. A reward model's score is one
     of them whether it is named or not.
     """
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    chosen = select(spec.modules_to_save, owning, "adapter.modules_to_save")
+    chosen = select(patterns, owning, "adapter.modules_to_save")
     if has_score(model):
         head = [name for name, module in model.named_modules() if module is head_layer(model)]
         chosen = [*chosen, *head]

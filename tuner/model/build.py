@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
@@ -49,7 +49,7 @@ from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
 from tuner.model.weight_files import vet_weights, weight_files
 
 if TYPE_CHECKING:
-    from tuner.model.quantize.codes import Kind
+    from tuner.model.quantize.reading import ReadingQuantizer
     from tuner.model.unread import UnreadWeights
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -57,20 +57,6 @@ _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
 """What else than dropout draws in training, by the ends of keys."""
 _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 """How a class says that it does not train a parameter."""
-
-
-class BaseQuantizer(Protocol):
-    """What quantises linear layers of a base (:class:`~tuner.model.quantize.reading.ReadingQuantizer`)."""
-
-    @property
-    def kind(self) -> "Kind":
-        """What weights become."""
-
-    def reader(self, name_or_path: str, revision: str | None) -> WeightReader:
-        """What is given the weights of a model's files one by one."""
-
-    def finish(self, model: PreTrainedModel) -> None:
-        """Quantise what is not yet, in place."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class ModelSpec:
     without_dropout: bool = False
     """Whether shares of dropout in the config are made zero, whatever it says."""
     head: Head = "tokens"
-    quantize: BaseQuantizer | None = None
+    quantize: "ReadingQuantizer | None" = None
     """Whether linear layers are quantised while their weights are read."""
     unread: "UnreadWeights | None" = None
     """Takes note of fused weights that may stay in the files, where the values are only to be handed on."""
@@ -409,7 +395,7 @@ def _packed(config: PretrainedConfig) -> str | dict[str, str]:
     return attention.PACKED
 
 
-def _finished(model: PreTrainedModel, quantize: BaseQuantizer | None = None) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, quantize: "ReadingQuantizer | None" = None) -> PreTrainedModel:
     _exact_constants(model)
     for tensor in kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
         if tensor.dtype in _HALF:
