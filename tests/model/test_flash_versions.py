@@ -70,7 +70,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
         monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
         monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
-        monkeypatch.setattr(flash_versions, "_problems", {})
+        flash_versions._tried.cache_clear()
         monkeypatch.setattr(flash_versions, "_ours", [])
         CALLS.clear()
         with triton_stand_in():

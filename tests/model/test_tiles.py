@@ -20,7 +20,7 @@ from tuner.model.blocks import apply_offload, apply_recompute, compile_blocks
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_native
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.model.tiles import apply_tiles, compile_tiles, mlps_of, prove_tiles
 
 TOKENS, TILE, WIDE = sum(LENGTHS), 23, 48
@@ -169,10 +169,10 @@ def test_under_autocast_gradients_are_as_close_to_float32_as_the_plain_ones(tmp_
 def test_without_gradients_rows_are_tiled_too(tmp_path: Path) -> None:
     root = root_for("llama", tmp_path).eval()
     inputs = packed_inputs(random_ids(97), LENGTHS)
-    expected = root.losses(document_lengths=LENGTHS, **inputs)
+    expected = root(document_lengths=LENGTHS, **inputs, objective=position_losses).detach()
     tiled(root)
-    with Widest() as seen:
-        found = root.losses(document_lengths=LENGTHS, **inputs)
+    with torch.no_grad(), Widest() as seen:
+        found = root(document_lengths=LENGTHS, **inputs, objective=position_losses)
     assert seen.rows == 32
     assert torch.allclose(found, expected, rtol=1e-5)
 

@@ -33,6 +33,7 @@ from tuner.data.prepared import PreparedData, Row
 from tuner.evals.scorer import judged
 from tuner.model.decode import greedy
 from tuner.model.divergence import top_tokens
+from tuner.model.root import position_losses
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, build
@@ -233,7 +234,7 @@ def looked_at(assembly: Assembly) -> Taken:
     sync_gradients(root, True)
     with torch.no_grad():
         seen = {
-            "losses": root.losses(*row_of, at, targets),
+            "losses": root(*row_of, at, targets, position_losses),
             "scores": root(*row_of, torch.as_tensor(at), targets, judged),
             "logits": root.logits(*row_of, torch.as_tensor(at[:5])),
             "answers": torch.tensor(greedy(root, [[5, 6, 7], [8]], {2}, [6, 9], torch.device("cpu"))[1]).float(),

@@ -4,6 +4,7 @@ Its other layers are whole on each process of a group, which compute the same.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.parallel.test_fsdp import Sent
 from tuner.evals.scorer import judged
 from tuner.model.adapter import LoraSpec
 from tuner.model.decode import greedy
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard, sync_gradients
 from tuner.parallel.mesh import Mesh, MeshSpec
@@ -142,7 +143,7 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
     def asked(model: CausalLM) -> None:
         model.eval()
         with torch.no_grad(), in_bf16():
-            model.losses(*batch(1))
+            model(*batch(1), position_losses)
             model(*batch(1), judged)
             greedy(model, [[3, 4, 5], [6]], (), [4, 2], CPU)
 
@@ -180,9 +181,8 @@ def test_evaluation_answers_and_probes_are_those_of_one_process(tmp_path: Path) 
     def work(rank: int) -> None:
         one, root = plain().eval(), spread(rank, 2, 2).eval()
         with torch.no_grad():
-            for seed in (1, 2):
-                torch.testing.assert_close(root.losses(*batch(seed)), one.losses(*batch(seed)), rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(root(*batch(seed), judged), one(*batch(seed), judged), rtol=1e-5, atol=1e-6)
+            for seed, asked in product((1, 2), (position_losses, judged)):
+                torch.testing.assert_close(root(*batch(seed), asked), one(*batch(seed), asked), rtol=1e-5, atol=1e-6)
         answers = greedy(root, prompts, (), limits, CPU)
         assert answers == greedy(one, prompts, (), limits, CPU)
         root.layout.takes_documents = one.takes_documents = False  # as for models whose prompts are answered one by one

@@ -254,9 +254,7 @@ def require_used(
             )
 
 
-def _require_called(
-    model: nn.Module, layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _require_called(model: nn.Module, layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Check that each layer is called, or that nothing reads its weight; returns the logits. Raises RecipeError."""
 
     def seeded() -> torch.Tensor:

@@ -131,13 +131,8 @@ def packed_attention(
         query = (query * factor).to(query.dtype)
         bias = _scaled(bias, factor)
     asked = _Asked(
-        options.get("sliding_window") or getattr(module, "tuner_window", None),
-        options.get("dropout", 0.0),
-        options.get("scaling"),
-        options.get("softcap") or 0.0,
-        getattr(module, "tuner_chunk", 0),
-        sink,
-        bias,
+        options.get("sliding_window") or getattr(module, "tuner_window", None), options.get("dropout", 0.0),
+        options.get("scaling"), options.get("softcap") or 0.0, getattr(module, "tuner_chunk", 0), sink, bias,
     )
     observer = getattr(module, "tuner_observer", None)
     if observer is not None and isinstance(documents, Documents):
@@ -271,14 +266,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
     if asked.has_scores:
         return _by_scores(query, key, value, asked, bias, mask)
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=asked.dropout,
-        is_causal=mask is None and n_query > 1,
-        scale=asked.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, dropout_p=asked.dropout, is_causal=mask is None and n_query > 1,
+        scale=asked.scaling, enable_gqa=query.shape[1] != key.shape[1],
     )
 
 

@@ -315,9 +315,7 @@ def _note_routers(block: nn.Module, kind: Wrapper) -> None:
     wrap(block, kind, run)
 
 
-def _wrap(
-    block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]
-) -> None:
+def _wrap(block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]) -> None:
     """Have a layer run ``instead`` of its forward where that is ``wanted``."""
     forward = block.forward
 

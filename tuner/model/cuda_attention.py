@@ -66,9 +66,7 @@ def way_and_reason(  # noqa: PLR0917 - what all of them depend on
     return "triton", f"tuner's Triton kernel: {why}"
 
 
-@cache
-def _triton_problem() -> str | None:
-    return triton_problem()
+_triton_problem = cache(triton_problem)
 
 
 def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given

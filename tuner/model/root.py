@@ -122,19 +122,6 @@ class CausalLM(nn.Module):
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         return self._call_objective(objective, self._selected(hidden, positions), targets)
 
-    @torch.no_grad()
-    def losses(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        document_lengths: tuple[int, ...],
-        positions: Positions,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
-        """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
-        hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._call_objective(_losses, self._selected(hidden, positions), targets)
-
     def logits(
         self,
         input_ids: torch.Tensor,
@@ -296,7 +283,8 @@ def _parts_between(whole: nn.Module, decoder: nn.Module, head: nn.Module | None)
     return between + [child for child in children[last : last + 1] if child is not head]
 
 
-def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+def position_losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+    """As an objective: the cross-entropy at each of the positions, in any order: float32 ``[N]``."""
     return head.losses(hidden, targets)
 
 
@@ -306,7 +294,7 @@ def _likeliest_of_parts(hidden: torch.Tensor, head: OutputLayer, targets: torch.
 
 
 # Methods besides forward that gather the root's parameters under FSDP2.
-FORWARD_METHODS = ("losses", "logits", "next_tokens")
+FORWARD_METHODS = ("logits", "next_tokens")
 
 
 def outer_parameters(root: CausalLM) -> set[str]:

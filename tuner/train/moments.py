@@ -66,10 +66,8 @@ def code_map(signed: bool, device: torch.device) -> CodeMap:
     """The map for numbers of both signs, or for those that are not negative."""
     values, bounds, cells = _tables(signed)
     return CodeMap(
-        placed(values, torch.float32, device),
-        placed(bounds, torch.float32, device),
-        placed(cells, torch.int32, device),
-        signed,
+        placed(values, torch.float32, device), placed(bounds, torch.float32, device),
+        placed(cells, torch.int32, device), signed,
     )
 
 

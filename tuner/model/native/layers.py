@@ -59,16 +59,9 @@ def _run_norm(
     **fields: torch.Tensor | float | None,
 ) -> None:
     library.call(
-        function,
-        "RmsNorm",
-        input=source,
-        weight=weight,
-        rows=source.numel() // len(weight),
-        columns=len(weight),
-        input_is_bfloat=source.dtype == torch.bfloat16,
-        weight_is_bfloat=weight.dtype == torch.bfloat16,
-        output_is_bfloat=output_type == torch.bfloat16,
-        **fields,
+        function, "RmsNorm", input=source, weight=weight, rows=source.numel() // len(weight), columns=len(weight),
+        input_is_bfloat=source.dtype == torch.bfloat16, weight_is_bfloat=weight.dtype == torch.bfloat16,
+        output_is_bfloat=output_type == torch.bfloat16, **fields,
     )
 
 
