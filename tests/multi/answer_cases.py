@@ -1,6 +1,7 @@
 """Losses of answers on several processes: the loss of a step, its gradients, and its collectives."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from tests.fixtures.operations import Operations, collectives
 from tests.fixtures.tensors import whole
 from tests.train.answers import Answers
 from tests.train.synthetic import assembly_for, recipe_for
@@ -44,14 +46,13 @@ def gradients_of(
     state: TrainState, section: dict[str, Any], case: dict[str, Any], rank_info: RankInfo
 ) -> tuple[float, dict[str, float], dict[str, torch.Tensor], dict[str, int]]:
     """Loss, figures and gradients of the global batch, the same on every rank, and this one's collectives."""
-    from tests.multi.case_worker import CollectiveCounter
 
     tree = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "method": section}
     state = replace(state, method=build_method(load_recipe(tree).recipe.method))
     for parameter in state.parameters.values():
         parameter.grad = None
     batches = Answers(16).step(case["rows"], case["micro"], rank_info.rank, rank_info.world_size)
-    with CollectiveCounter() as counter:
+    with Operations(collectives) as counter:
         sums, counts = forward_backward(state, 0, batches)
     totals = {}
     for name, term in {**sums.losses, **sums.figures}.items():
@@ -64,7 +65,7 @@ def gradients_of(
         gradient = parameter.grad
         assert gradient is not None
         gradients[name] = whole(gradient)
-    return sum(totals[name] for name in sums.losses), totals, gradients, counter.counts
+    return sum(totals[name] for name in sums.losses), totals, gradients, Counter(counter.found)
 
 
 def replace_value(term: Any, value: torch.Tensor) -> Any:

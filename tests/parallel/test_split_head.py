@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures import split
+from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.tensors import whole
 from tests.model.tiny import VOCAB, family_config
@@ -80,19 +81,10 @@ def in_bf16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
 
 
-class Columns(TorchDispatchMode):
+def columns(func: Any, args: Any, result: Any) -> list[int]:
     """How many columns the matrices have that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
-                self.seen.add(tensor.shape[-1])
-        return found
+    tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+    return [tensor.shape[-1] for tensor in tensors if tensor.ndim > 1]
 
 
 def trained(root: CausalLM, seeds: list[list[int]], rank: int, context: Any = nullcontext) -> list[float]:
@@ -151,14 +143,14 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
         return record_probes(model, [torch.tensor([3, 4, 5])], CPU)["logits"]
 
     one = plain()
-    with Columns() as of_one:
+    with Operations(columns) as of_one:
         expected = trained(one, [[1], [2]], 0, in_bf16)
         asked(one)
     expected_logits = logits(one)
 
     def work(rank: int) -> None:
         root = spread(rank, 4, 2, rounded_to=torch.bfloat16)
-        with Columns() as of_four:
+        with Operations(columns) as of_four:
             losses = trained(root, [[1, 2]], rank // 2, in_bf16)
         assert losses == pytest.approx([expected[rank // 2]], rel=1e-3)
         compare(root, one, 2e-2)
@@ -168,8 +160,8 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
             asked(root)
         # With weights as they are trained.
         torch.testing.assert_close(logits(root), expected_logits, rtol=1e-5, atol=1e-6)
-        assert VOCAB in of_one.seen and VOCAB not in of_four.seen
-        assert (49, 48)[rank % 2] in of_four.seen
+        assert VOCAB in of_one.found and VOCAB not in of_four.found
+        assert (49, 48)[rank % 2] in of_four.found
 
     assert run_ranks(4, tmp_path, work) == [0] * 4
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from tests.fixtures import tables
+from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, all_batches, differences, split_model, step, whole_model
 from tests.model.tiny import FAMILIES, family_config
@@ -150,27 +150,19 @@ def test_two_processes_share_the_products_and_send_what_the_formula_says(tmp_pat
         split, batches = split_model(case, mesh, whole, tmp_path / str(rank)), all_batches(case, 1)
         with FlopCounterMode(display=False) as alone:
             step(whole, Mesh(), batches)
-        with FlopCounterMode(display=False) as shared, SentTensors() as sent:
+        with FlopCounterMode(display=False) as shared, Operations(summed) as sent:
             step(split, mesh, batches)
         assert shared.get_total_flops() == pytest.approx(alone.get_total_flops() / 2, rel=0.05)
         config, tokens = whole.model.config, batches.tokens
-        activations = [numel for numel in sent.numels if numel == tokens * config.hidden_size]
+        activations = [numel for numel in sent.found if numel == tokens * config.hidden_size]
         layers, embedding, head = 4 * config.num_hidden_layers, 1, 1
         predicted = tokens - len(batches.micro[0].lengths)
         assert len(activations) == layers + embedding
-        assert sent.numels.count(predicted * config.hidden_size) == head
+        assert sent.found.count(predicted * config.hidden_size) == head
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
 
-class SentTensors(TorchDispatchMode):
-    """Counts the elements of every sum over processes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numels: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.allreduce_.default:
-            self.numels += [tensor.numel() for tensor in args[0]]
-        return func(*args, **(kwargs or {}))
+def summed(func: Any, args: Any, result: Any) -> list[int]:
+    """The elements of every sum over processes."""
+    return [tensor.numel() for tensor in args[0]] if func is torch.ops.c10d.allreduce_.default else []

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.contracts.syntax import ROOT
 from tests.fixtures import tables, trainings
+from tests.fixtures.processes import fake_group
 from tests.fixtures.trainings import launch, lines
 from tuner.config.load import load_recipe
 from tuner.config.optimizers import Optimizer
@@ -145,10 +146,7 @@ def test_the_optimizer_in_the_docs_trains(workplace: Path) -> None:
 
 
 def test_a_shard_that_one_process_holds_alone_is_whole() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with fake_group(0, 1):
         mesh = init_device_mesh("cpu", (1,))
         found = layouts_of([distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])])
         assert found == [ShardLayout(torch.Size((4, 2)))]
-    finally:
-        torch.distributed.destroy_process_group()

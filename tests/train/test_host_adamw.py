@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.fixtures import tables
+from tests.fixtures.operations import Operations
 from tests.train.test_optimizer import SECTIONS
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.runtime import torch_private
 from tuner.train import host_adamw
 from tuner.train.host_adamw import UNIT, HostAdamW, buckets
 from tuner.train.optimizer import OptimizerSet, build_optimizer
@@ -116,19 +116,12 @@ def _steps(updater: OptimizerSet) -> list[torch.Tensor]:
 
 
 def test_the_host_reads_one_number_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reads(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     own = parameters()
     updater = built(own, "host", monkeypatch, 64)
     give(own, 0)
-    with Reads() as reads:
+    with Operations(lambda func, *_: [func]) as seen:
         updater.step(torch.tensor(False), torch.tensor(2.0))
-    assert reads.count == 1
+    assert seen.found.count(torch.ops.aten._local_scalar_dense.default) == 1
 
 
 @pytest.mark.parametrize(("optimizer", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused"))

@@ -65,11 +65,11 @@ def _run_norm(
     )
 
 
-@_norm_backward.register_fake
-def _norm_gradients(
-    upstream: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, wants_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return source.new_empty(source.shape), weight.new_empty(weight.shape if wants_weight else (0,))
+_norm_backward.register_fake(
+    lambda upstream, source, weight, inverse, wants_weight: (
+        source.new_empty(source.shape), weight.new_empty(weight.shape if wants_weight else (0,))
+    )
+)
 
 
 def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -62,26 +62,6 @@ def _robust(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
     return (wrong * logsigmoid(-x) - (1 - wrong) * logsigmoid(x)) / (1 - 2 * wrong)
 
 
-def _hinge(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.relu(1 + ratios.margin - section.beta * ratios.difference)
-
-
-def _ipo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return (ratios.per_token.difference - 1 / (2 * section.beta)) ** 2
-
-
-def _sigmoid_norm(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return -logsigmoid(section.beta * ratios.per_token.difference)
-
-
-def _apo_zero(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.sigmoid(-section.beta * ratios.chosen) + torch.sigmoid(section.beta * ratios.rejected)
-
-
-def _apo_down(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.sigmoid(section.beta * ratios.chosen) + torch.sigmoid(-section.beta * ratios.difference)
-
-
 def _sppo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
     half = 1 / (2 * section.beta)
     return (ratios.chosen - half) ** 2 + (ratios.rejected + half) ** 2
@@ -92,13 +72,17 @@ def _nca(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
-def _bco(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return -logsigmoid(section.beta * ratios.chosen) - logsigmoid(-section.beta * ratios.rejected)
-
-
 LOSSES: Mapping[DpoLoss, PairLoss] = {
-    "sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo, "robust": _robust, "sigmoid_norm": _sigmoid_norm,
-    "apo_zero": _apo_zero, "apo_down": _apo_down, "sppo": _sppo, "nca": _nca, "bco": _bco,
+    "sigmoid": _sigmoid,
+    "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
+    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2,
+    "robust": _robust,
+    "sigmoid_norm": lambda ratios, of: -logsigmoid(of.beta * ratios.per_token.difference),
+    "apo_zero": lambda ratios, of: torch.sigmoid(-of.beta * ratios.chosen) + torch.sigmoid(of.beta * ratios.rejected),
+    "apo_down": lambda ratios, of: torch.sigmoid(of.beta * ratios.chosen) + torch.sigmoid(-of.beta * ratios.difference),
+    "sppo": _sppo,
+    "nca": _nca,
+    "bco": lambda ratios, of: -logsigmoid(of.beta * ratios.chosen) - logsigmoid(-of.beta * ratios.rejected),
 }
 
 
