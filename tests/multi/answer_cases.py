@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.fixtures.operations import Operations, collectives
 from tests.fixtures.tensors import whole
 from tests.train.answers import Answers
-from tests.train.synthetic import assembly_for, recipe_for
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for
 from tuner.config.load import load_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -28,9 +28,7 @@ def run_answers(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None
     with process_group(rank_info, "cpu", 60):
         state = assembly_for(recipe, [1, 2, 3, 4], rank_info).train_state
         torch.manual_seed(7)
-        for name, parameter in state.parameters.items():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, 0, 0.1)
+        draw_lora_b(state.parameters)
         if case["double"]:
             state.root.double()
         for method, section in case["methods"].items():

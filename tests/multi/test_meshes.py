@@ -10,7 +10,8 @@ import torch
 from tests.fixtures.processes import run_ranks
 from tests.parallel.cut_rows import Case, write
 from tests.parallel.test_replicas import flip
-from tuner.checkpoint.load import content_sha256, load_into, read_tensors
+from tests.train.synthetic import resume
+from tuner.checkpoint.load import content_sha256, read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.parallel.replicas import Copy, first_difference, sums_of
@@ -29,8 +30,7 @@ def walked(assembly: Assembly, first: int, source: Path | None, target: Path) ->
     """Steps from a checkpoint, which are saved; losses and gradient norms. Collective."""
     state = assembly.train_state
     if source is not None:
-        load_into(open_checkpoint(source), run_tensors(state))
-        state.optimizer.set_step_count(first)
+        resume(assembly, source, first)
         again = save(CheckpointDir(target / "again", "r"), first, run_tensors(state), {}, {})
         assert content_sha256(open_checkpoint(again)) == content_sha256(open_checkpoint(source))
     found = [optimizer_step(state, i, assembly.batches.step(i), 1.0).read() for i in range(first, first + STEPS)]

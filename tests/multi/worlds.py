@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fixtures.processes import run_ranks
-from tuner.checkpoint.load import load_into
-from tuner.checkpoint.open import newest, open_checkpoint
+from tests.train.synthetic import resume
+from tuner.checkpoint.open import newest
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, run_tensors
@@ -18,8 +18,7 @@ def trained(assembly: Assembly, take: Take, source: Path | None, steps: range, t
     """Steps of these numbers, from a checkpoint unless they are the first ones; the one that is saved. Collective."""
     state = assembly.train_state
     if source is not None:
-        load_into(open_checkpoint(source), run_tensors(state))
-        state.optimizer.set_step_count(steps.start)
+        resume(assembly, source, steps.start)
     for step in steps:
         take(assembly, step)
     return save(CheckpointDir(target, "run"), steps.stop, run_tensors(state), {"step": steps.stop}, {})

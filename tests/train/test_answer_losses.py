@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.train.answers import Answers, Rows
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for, write_model
 from tuner.config.load import load_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.train.methods.method import build_method
@@ -154,9 +154,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainState]:
         recipe = recipe_for(directory, adapter=adapter, model={"kernels": "torch"})
         state = assembly_for(recipe, [1, 2], RankInfo()).train_state
         torch.manual_seed(7)
-        for key, parameter in state.parameters.items():
-            if "lora_B" in key:
-                parameter.data.normal_(0, 0.1)
+        draw_lora_b(state.parameters)
         state.root.double()
         found[name] = state
     return found

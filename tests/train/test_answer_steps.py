@@ -12,7 +12,7 @@ from transformers import Gemma2Config
 from tests.model.test_logit_transform import GEMMA
 from tests.model.tiny import SHAPE
 from tests.train.answers import Answers
-from tests.train.synthetic import assembly_for, recipe_for
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for
 from tests.train.test_answer_losses import PACKED, alone, equal, looped, product
 from tuner.config.methods import KtoMethod
 from tuner.model.build import ModelSpec, build_model
@@ -30,9 +30,7 @@ def state_for(directory: Path, **sections: dict[str, Any]) -> TrainState:
         recipe_for(directory, **{"model": {"kernels": "torch"}, **sections}), [1, 2], RankInfo()
     ).train_state
     torch.manual_seed(7)
-    for name, parameter in state.parameters.items():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.1)
+    draw_lora_b(state.parameters)
     return state
 
 

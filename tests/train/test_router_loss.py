@@ -24,7 +24,7 @@ from transformers import (
 from tests.fixtures.processes import run_ranks
 from tests.model.test_compile import traced_alone
 from tests.model.tiny import SHAPE, family_config, family_model
-from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for
+from tests.train.synthetic import SyntheticRows, assembly_for, draw_lora_b, recipe_for
 from tuner.data.batches import IGNORED, collate
 from tuner.errors import RecipeError
 from tuner.model.build import meta_model
@@ -226,9 +226,7 @@ def test_the_counted_forward_chooses_as_the_one_that_is_trained(model: Path, mon
     rows = {"global_batch_size": 4, "micro_batch_size": 2}
     lora = {"kind": "lora", "r": 2, "dropout": 0.5}
     state = assembled(model, True, train=rows, adapter=lora)
-    for name, parameter in state.train_state.parameters.items():
-        if "lora_B" in name:
-            parameter.data.normal_()
+    draw_lora_b(state.train_state.parameters, 1.0)
     seen.clear()
     forward_backward(state.train_state, 0, state.batches.step(0))
     first, second = ([chosen for grad, chosen in seen if grad == trained] for trained in (False, True))
