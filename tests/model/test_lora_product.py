@@ -92,7 +92,7 @@ def test_a_model_gets_it_in_every_plain_layer(tmp_path: Path, monkeypatch: pytes
         without = root.logits(*where)
     for each in layers:
         torch.nn.init.normal_(each.lora_B[ADAPTER].weight)
-    monkeypatch.setattr(adapter, "add_in_product", lambda *_: None)
+    monkeypatch.setattr(adapter.adaptable, "add_in_product", lambda *_: None)
     add_lora(plain, SPEC, seed=3)
     plain.load_state_dict(root.model.state_dict())
     theirs = type(root)(plain).logits(*where)

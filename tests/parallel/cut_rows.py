@@ -11,15 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+import transformers
 
 from tests.fixtures.rows import MadeRows
 from tests.fixtures.tensors import whole
@@ -107,15 +99,16 @@ class Case:
         return build(resolve(recipe, MAX_LENGTH, info, range(0)), prepared, tokenizer, info)
 
 
-OTHERS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "gemma2": (Gemma2Config, SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
-    "gpt-oss": (GptOssConfig, SHAPE | {"head_dim": 8, "sliding_window": 8} | EXPERTS),
-    "llama4": (Llama4TextConfig, SHAPE | CHUNKS | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
-    "one key head": (LlamaConfig, SHAPE | {"num_key_value_heads": 1}),
-    "three key heads": (LlamaConfig, SHAPE | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}),
-    "own key heads": (LlamaConfig, SHAPE | {"num_key_value_heads": 4}),
-    "large vocabulary": (LlamaConfig, SHAPE | {"vocab_size": 1024}),
-    "qwen2": (Qwen2Config, SHAPE),
+THREE = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+OTHERS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "gemma2": (transformers.Gemma2Config, SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gpt-oss": (transformers.GptOssConfig, SHAPE | {"head_dim": 8, "sliding_window": 8} | EXPERTS),
+    "llama4": (transformers.Llama4TextConfig, SHAPE | CHUNKS | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
+    "one key head": (transformers.LlamaConfig, SHAPE | {"num_key_value_heads": 1}),
+    "three key heads": (transformers.LlamaConfig, SHAPE | THREE),
+    "own key heads": (transformers.LlamaConfig, SHAPE | {"num_key_value_heads": 4}),
+    "large vocabulary": (transformers.LlamaConfig, SHAPE | {"vocab_size": 1024}),
+    "qwen2": (transformers.Qwen2Config, SHAPE),
 }
 """Sinks, soft bounds, chunks and temperature, and numbers of key heads that processes divide or not."""
 
@@ -125,7 +118,8 @@ def write(directory: Path, family: str) -> None:
     torch.manual_seed(1)
     if family in OTHERS:
         kind, values = OTHERS[family]
-        model = AutoModelForCausalLM.from_config(kind(**values, tie_word_embeddings=False), dtype=torch.float32)
+        config = kind(**values, tie_word_embeddings=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     else:

@@ -20,16 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.adaptable import (
-    READ,
-    SWITCH,
-    add_in_product,
-    exact_weight,
-    held_tensor,
-    is_linear,
-    not_adaptable,
-    takes_product,
-)
+from tuner.model import adaptable
 from tuner.model.adapted_products import take_together
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
@@ -113,14 +104,14 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         )
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
-            weight = exact_weight(layer.get_base_layer())
+            weight = adaptable.exact_weight(layer.get_base_layer())
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
             continue
         if isinstance(layer.lora_dropout[ADAPTER], nn.Identity):
             _leave_input(layer)
-        if takes_product(layer, ADAPTER):
-            add_in_product(layer)
+        if adaptable.takes_product(layer, ADAPTER):
+            adaptable.add_in_product(layer)
     take_together(model, ADAPTER)
     model.eval()
 
@@ -235,7 +226,7 @@ def require_used(
     layers = dict(adapter_layers(model))
     running = {name: layer for name, layer in layers.items() if runs is None or runs(name)}
     _require_experts_called(model, logits, runs)
-    bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
+    bad = adaptable.not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
     for name, why in bad.items():
         raise _not_adaptable(layers, bad, name, why)
     in_both = (True, False) if running.keys() - set(evaluated) else (True,)
@@ -265,8 +256,8 @@ def _require_called(model: nn.Module, layers: Mapping[str, Any], logits: Callabl
     with calls(model) as called:
         before = seeded()
     for name, layer in layers.items():
-        if name not in called and _is_read(held_tensor(layer.get_base_layer()), before, seeded):
-            raise _not_adaptable(layers, (name,), name, READ)
+        if name not in called and _is_read(adaptable.held_tensor(layer.get_base_layer()), before, seeded):
+            raise _not_adaptable(layers, (name,), name, adaptable.READ)
     return before
 
 
@@ -321,7 +312,7 @@ def saved_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that an adapter may adapt, by name."""
-    return {name: module for name, module in model.named_modules() if is_linear(module)}
+    return {name: module for name, module in model.named_modules() if adaptable.is_linear(module)}
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -370,10 +361,10 @@ def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterato
 
 def _switch_of(module: nn.Module) -> torch.Tensor:
     """The number of a module; made when it is first asked for, which is before the module's program is."""
-    found: torch.Tensor | None = getattr(module, SWITCH, None)
+    found: torch.Tensor | None = getattr(module, adaptable.SWITCH, None)
     if found is None:
         found = torch.ones((), device=next(module.parameters()).device)
-        setattr(module, SWITCH, found)
+        setattr(module, adaptable.SWITCH, found)
     return found
 
 
@@ -437,7 +428,7 @@ def refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
     """Adapted layers that share their weight with another module, and that one: merging would change both."""
-    weights = {id(held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
+    weights = {id(adaptable.held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
     return {
         weights[id(weight)]: name.removesuffix(".weight")
         for name, weight in model.named_parameters(remove_duplicate=False)
@@ -448,7 +439,7 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
 def _adaptable(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
     """Names of all linear layers but the output layer and those that cannot be adapted, which a warning names once."""
     inside = {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
-    bad = not_adaptable(model, inside)
+    bad = adaptable.not_adaptable(model, inside)
     if bad and next(model.parameters()).device.type != "meta":
         reasons = {why: sorted(_last_parts(name for name, each in bad.items() if each == why)) for why in bad.values()}
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())

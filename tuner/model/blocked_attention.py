@@ -284,8 +284,8 @@ attend_with_sinks.register_fake(new_results)
 register_backward(
     attend_with_sinks,
     # The shares are made of the normaliser with the sink in it: the output is what only the sink's gradient needs.
-    lambda upstream, query, key, value, output, normaliser, *asked: _backward(
-        upstream, query, key, value, *asked, normaliser
+    lambda upstream, query, key, value, output, normaliser, bounds, window, scale, cap: _backward(
+        upstream, query, key, value, bounds, window, scale, cap, normaliser
     ),
 )
 
@@ -301,6 +301,9 @@ def attend_in_blocks(  # noqa: PLR0913, PLR0917 - what the operations are given
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the operation gives that takes such sinks, or none."""
-    given = query, key, value, documents.host, window, scale, cap
-    output: torch.Tensor = attend_documents(*given) if sink is None else attend_with_sinks(*given, sink)[0]
+    output: torch.Tensor
+    if sink is None:
+        output = attend_documents(query, key, value, documents.host, window, scale, cap)
+    else:
+        output, _ = attend_with_sinks(query, key, value, documents.host, window, scale, cap, sink)
     return output

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import huggingface_hub
 import torch
@@ -31,25 +31,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
+from tuner.model import transformers_private as private
 from tuner.model.attention import tell_attention
 from tuner.model.stored import index_names, stored_in
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
-from tuner.model.transformers_private import (
-    WeightReader,
-    compute_buffers,
-    decoder_classes,
-    forget_attention,
-    from_config,
-    kept_in_float32,
-    options_to_read,
-    plain_config,
-    takes_our_attention,
-)
 from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
 from tuner.model.weight_files import vet_weights, weight_files
 
 if TYPE_CHECKING:
-    from tuner.model.quantize.reading import ReadingQuantizer
+    from tuner.model.quantize.codes import Kind
     from tuner.model.unread import UnreadWeights
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -57,6 +47,20 @@ _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
 """What else than dropout draws in training, by the ends of keys."""
 _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 """How a class says that it does not train a parameter."""
+
+
+class BaseQuantizer(Protocol):
+    """What quantises linear layers of a base (:class:`~tuner.model.quantize.reading.ReadingQuantizer`)."""
+
+    @property
+    def kind(self) -> "Kind":
+        """What weights become."""
+
+    def reader(self, name_or_path: str, revision: str | None) -> private.WeightReader:
+        """What is given the weights of a model's files one by one."""
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Quantise what is not yet, in place."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class ModelSpec:
     without_dropout: bool = False
     """Whether shares of dropout in the config are made zero, whatever it says."""
     head: Head = "tokens"
-    quantize: "ReadingQuantizer | None" = None
+    quantize: BaseQuantizer | None = None
     """Whether linear layers are quantised while their weights are read."""
     unread: "UnreadWeights | None" = None
     """Takes note of fused weights that may stay in the files, where the values are only to be handed on."""
@@ -112,7 +116,7 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
     config.use_cache = False
     if hasattr(config, "rescale_every"):
         config.rescale_every = 0  # RWKV's, for float16: in evaluation it divides its weights in place, the twin's too
-    forget_attention(config)  # what the file names is for whoever wrote it
+    private.forget_attention(config)  # what the file names is for whoever wrote it
     if spec.head == "score":
         from tuner.model.score import require_scores
 
@@ -206,7 +210,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     own = _own_config(spec)
     with _clear_errors(spec):
         vet_weights(spec.name_or_path, spec.revision)
-    reader: WeightReader | None = None
+    reader: private.WeightReader | None = None
     if spec.quantize is not None:
         reader = spec.quantize.reader(spec.name_or_path, spec.revision)
     renamed = None
@@ -223,7 +227,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **({} if reader is None else options_to_read(reader)),
+            **({} if reader is None else private.options_to_read(reader)),
             **({"key_mapping": renamed} if renamed else {}),
         )
         model, report = _attending(own, load)
@@ -310,7 +314,7 @@ def decoder_blocks(model: PreTrainedModel, needed_by: str = "sharding over proce
     is a part of a layer that is named besides it, as Mamba's mixers are: it would be wrapped twice.
     FSDP2 puts its own name before that of the class of a unit.
     """
-    names, embedding = decoder_classes(model), model.get_input_embeddings()
+    names, embedding = private.decoder_classes(model), model.get_input_embeddings()
     named = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     blocks = [module for module in named if not any(part is embedding for part in module.modules())]
     inside = {part for block in blocks for part in block.modules() if part is not block}
@@ -375,13 +379,13 @@ def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
 
     Where it does not, or looks an implementation up in a table of its own, it is made with what the class chooses.
     """
-    if takes_our_attention(config):
+    if private.takes_our_attention(config):
         try:
             return make(attn_implementation=_packed(config))
         except KeyError as error:
             if error.args != (attention.PACKED,):
                 raise
-            forget_attention(config)
+            private.forget_attention(config)
     return make()
 
 
@@ -395,9 +399,9 @@ def _packed(config: PretrainedConfig) -> str | dict[str, str]:
     return attention.PACKED
 
 
-def _finished(model: PreTrainedModel, quantize: "ReadingQuantizer | None" = None) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, quantize: BaseQuantizer | None = None) -> PreTrainedModel:
     _exact_constants(model)
-    for tensor in kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
+    for tensor in private.kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
         if tensor.dtype in _HALF:
             tensor.data = tensor.data.float()
     model.config.use_cache = False
@@ -419,7 +423,7 @@ def _leave_untrained(model: PreTrainedModel) -> None:
     if not _UNTRAINED.search(inspect.getsource(sys.modules[type(model).__module__])):
         return
     with torch.device("meta"):
-        made = from_config(model, plain_config(model.config), dtype=torch.float32)
+        made = private.from_config(model, private.plain_config(model.config), dtype=torch.float32)
     untrained = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in untrained:
@@ -437,12 +441,12 @@ def _exact_constants(model: PreTrainedModel) -> None:
     if not rounded:
         return
     with torch.device("meta"):
-        always = _half_constants(from_config(model, plain_config(model.config), dtype=torch.float32))
+        always = _half_constants(private.from_config(model, private.plain_config(model.config), dtype=torch.float32))
     for name in sorted(rounded.keys() - always.keys()):
         rounded[name].data = rounded[name].data.float()
         module = model.get_submodule(name.rpartition(".")[0])
         if not rounded[name].is_meta:
-            compute_buffers(model, module)
+            private.compute_buffers(model, module)
 
 
 def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
