@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import huggingface_hub
 import torch
+import transformers
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from tuner.config.methods import Head
@@ -92,7 +86,7 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
 def _own_config(spec: ModelSpec) -> PretrainedConfig:
     with _clear_errors(spec):
         vet_config(spec.name_or_path, spec.revision, None if spec.quantize is None else spec.quantize.kind)
-        config: PretrainedConfig = AutoConfig.from_pretrained(
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             spec.name_or_path, revision=spec.revision, trust_remote_code=False
         )
     vars(config).pop(QUANTIZATION, None)  # of files that are read as codes: the model says nothing of it
@@ -338,8 +332,8 @@ def auto_model(head: Head, config: PretrainedConfig, whole: bool = False) -> Any
 
             if whole_class(config) is not None:
                 return whole_auto(config) if whole else language_model_class(config)
-        return AutoModelForCausalLM
-    return AutoModelForSequenceClassification
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForSequenceClassification
 
 
 def is_part(model: nn.Module) -> bool:
@@ -367,11 +361,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
-def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationConfig:
+def generation_config(spec: ModelSpec, config: PretrainedConfig) -> transformers.GenerationConfig:
     """The model's generation config, or one derived from its config where it ships none."""
     with contextlib.suppress(OSError):
-        return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
-    return GenerationConfig.from_model_config(config)
+        return transformers.GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
+    return transformers.GenerationConfig.from_model_config(config)
 
 
 def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
