@@ -213,14 +213,8 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     takes_all = spec.head == "tokens" and grown.get_text_config() is grown and not renamed
     with _clear_errors(spec), _without_progress(reports=takes_all):
         load = partial(
-            auto.from_pretrained,
-            spec.name_or_path,
-            revision=spec.revision,
-            config=own,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+            auto.from_pretrained, spec.name_or_path, revision=spec.revision, config=own, dtype=dtype,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             **({} if reader is None else private.options_to_read(reader)),
             **({"key_mapping": renamed} if renamed else {}),
         )
