@@ -12,7 +12,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.tasks.prober import first_tensor
+from tuner.model.outputs import first_tensor
 
 SHORT = {"train__duration": "3 steps", "checkpoint__every": "never", "model__kernels": "torch"}
 FILE = "prober/step-1/rank-0.safetensors"
