@@ -231,6 +231,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def hash_of(facts: Any, digits: int) -> str:
+    """So many hexadecimal digits by which facts are known: of the SHA-256 of their JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:digits]
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal, in bounded memory. Raises DataError naming the file."""
     with reading(path), path.open("rb", buffering=0) as file:
