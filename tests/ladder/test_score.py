@@ -17,7 +17,7 @@ POINTS = made.ladder(TRUTH)
 
 
 def test_derivatives_are_those_of_differences() -> None:
-    curve = Sigmoid(np.linspace(-2, 2, 9), np.full(4, -9.0), np.full(4, 9.0))
+    curve = Sigmoid(np.full(4, -9.0), np.full(4, 9.0), np.linspace(-2, 2, 9))
     at, step = np.array([0.3, 0.5, 0.2, 0.9]), 1e-6
     found = curve.at(at[None]).derivatives[0]
     for i in range(4):
