@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api.exports import export_hf
 from tuner.api.scores import evaluate
@@ -184,19 +185,7 @@ def test_versions_that_are_gone_changed_or_others_are_refused_by_name(
     assert "step-40 is passed over" in (run / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("entries", "others", "says"),
-    [
-        ([{"path": "model", "every": "2 steps"}], {}, "model has no versions, so that nothing newer can come from it"),
-        ([{"path": "versions", "every": "2 windows"}], {}, "there are no windows to count"),
-        ([{"path": "versions", "every": "5 min"}], {}, "steps"),
-        ([{"path": "versions", "every": "1 epoch"}], {"data__windows__files": "1"}, "have no epochs"),
-        ([{"path": "versions", "every": "2 steps"}, {"path": "model", "load": ["norm"]}], {},
-         "model.norm.weight is taken again and again, and model.init_from.1 gives it, too"),
-        ([{"path": "versions", "every": "2 steps"}], {"tokenizer__add_tokens": '["<x>"]'}, "nor rows of new tokens"),
-        ([{"path": "versions", "every": "2 steps"}], {"method__kind": "dpo"}, "neither a reference model nor"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("entries", "others", "says"), cases(__file__, "what_cannot_be_taken_again_is_refused"))
 def test_what_cannot_be_taken_again_is_refused(
     workplace: Path, entries: list[Any], others: Mapping[str, str], says: str
 ) -> None:

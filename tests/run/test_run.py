@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.work.train import _evaluated, launch_training
@@ -72,19 +73,7 @@ def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> Non
         assert launch(workplace, "auto", **flags) == first
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        (
-            {"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": 0},
-            " · eval loss 3.000 -> 2.000",
-        ),
-        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 2.0, "first_eval_step": 8}, " · eval loss 2.000"),
-        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": None}, " · eval loss 2.000"),
-        ({"eval_loss": None}, ""),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("metrics", "said"), cases(__file__, "the_first_loss_is_shown_where_it_was_an_earlier_one"))
 def test_the_first_loss_is_shown_where_it_was_an_earlier_one(metrics: dict[str, Any], said: str) -> None:
     assert _evaluated(metrics) == said
 

@@ -10,6 +10,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import lines, loaded, outcome
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run.main import train
@@ -195,18 +196,7 @@ def test_a_look_leaves_the_stage_open_for_the_rest(stage: Path) -> None:
 FILES = ("run.json", "checkpoints/step-4/a", "checkpoints/step-12/a", "checkpoints/step-12/b", "exports/step-4/a")
 
 
-@pytest.mark.parametrize(
-    ("inside", "extent", "which", "wanted"),
-    [
-        ("", "all", "newest", None),
-        ("", "look", "newest", (0,)),
-        ("", "model", "newest", (0, 2, 3)),
-        ("", "model", 4, (0, 1)),
-        ("", "model", "best", None),
-        ("checkpoints/step-4", "model", "newest", (0, 1)),
-        ("exports/step-4", "model", "newest", (0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("inside", "extent", "which", "wanted"), cases(__file__, "what_is_fetched_of_a_run"))
 def test_what_is_fetched_of_a_run(inside: str, extent: Any, which: Any, wanted: tuple[int, ...] | None) -> None:
     found = places._meant(FILES, Path(inside), extent, which)
     assert found == (None if wanted is None else frozenset(FILES[number] for number in wanted))

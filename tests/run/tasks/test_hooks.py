@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.duration import Duration
 from tuner.config.recipe import HookSection
 from tuner.errors import ExitCode, MachineError, PluginError
@@ -190,17 +191,7 @@ def test_an_error_of_our_own_keeps_its_kind(tmp_path: Path) -> None:
         hooks.raise_error()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("Notify", {}, "missing a required argument: 'out'"),
-        ("Notify", {"out": "x", "limmit": 3}, "has no option limmit"),
-        ("plain", {}, "missing a required argument: 'out'"),
-        ("NoCall", {}, "its objects cannot be called"),
-        ("TwoArguments", {}, "missing a required argument: 'trainer'"),
-        ("Nobody", {}, "has no Nobody"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), cases(__file__, "what_does_not_fit_is_refused_before_training"))
 def test_what_does_not_fit_is_refused_before_training(
     name: str, options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
