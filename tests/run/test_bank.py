@@ -4,14 +4,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tests.fixtures.newer_versions import Change, shift, versions_appear
 from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api.exports import export_hf
@@ -29,15 +31,9 @@ EMBEDDINGS = "model.embed_tokens.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-def publish(directory: Path, number: int, change: Callable[[dict[str, Any]], Any] = lambda tensors: tensors) -> Path:
+def publish(directory: Path, number: int, change: Change = lambda tensors: tensors) -> Path:
     """Another version, with weights of its own."""
-    path = shutil.copytree(directory / "model", directory / "versions" / f"step-{number}")
-    tensors = {
-        name: tensor + 0.05 * torch.sin(number * torch.arange(1, tensor.numel() + 1)).view_as(tensor)
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
-    return path
+    return shift(shutil.copytree(directory / "model", directory / "versions" / f"step-{number}"), number, change)
 
 
 def publish_few(directory: Path, number: int) -> Path:
@@ -56,18 +52,7 @@ def flags(directory: Path, entry: Mapping[str, Any] = FROZEN, **others: str) -> 
     return given | more | others
 
 
-def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mapping[int, int], dies: int = 0) -> None:
-    """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
-    look = ModelBank.look
-
-    def looked(self: ModelBank, number: int, step: int, say: Any) -> TakenVersion:
-        if step == dies:
-            raise KeyboardInterrupt
-        if step in versions:
-            publish(directory, versions[step])
-        return look(self, number, step, say)
-
-    monkeypatch.setattr(ModelBank, "look", looked)
+appearing = partial(versions_appear, ModelBank, publish)
 
 
 def noted(run: Path) -> list[tuple[int, str]]:

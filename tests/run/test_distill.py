@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import BloomConfig, BloomForCausalLM
 
 from tests.fixtures import trainings
+from tests.fixtures.newer_versions import shift
 from tests.fixtures.trainings import launch, lines, loaded, outcome
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -28,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainings.prepare(directory, 1, layers=1)
     model = directory / "model"
     load_tokenizer(str(model), None, TokenizerSection(name_or_path="byte")).save(model)
-    change(shutil.copytree(model, directory / "untouched"))
+    shift(shutil.copytree(model, directory / "untouched"), 1)
     return directory
 
 
@@ -40,13 +41,6 @@ def workplace(made: Path) -> Path:
     shutil.copytree(made / "untouched", made / "teacher")
     trainings.prepare(made, 1, layers=1)
     return made
-
-
-def change(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    for tensor in weights.values():
-        tensor.add_(0.1 * torch.sin(torch.arange(tensor.numel())).view_as(tensor))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -88,7 +82,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace
     losses = [line["divergence"] for line in lines(whole.run_dir)]
     assert losses[-1] < 0.9 * losses[0]
     launch(workplace, name="other", train__stop_after="1 step", **taught)
-    change(workplace / "teacher")
+    shift(workplace / "teacher", 2)
     with pytest.raises(DataError, match="the teacher changed since this checkpoint was saved"):
         launch(workplace, "must", name="other", **taught)
 
