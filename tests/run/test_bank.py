@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.fixtures.newer_versions import Change, shift, versions_appear
 from tests.fixtures.tables import cases
-from tests.fixtures.trainings import launch, lines, outcome
+from tests.fixtures.trainings import in_full, launch, lines, outcome
 from tuner.api.exports import export_hf
 from tuner.api.scores import evaluate
 from tuner.checkpoint.load import read_tensors
@@ -39,10 +38,6 @@ def publish(directory: Path, number: int, change: Change = lambda tensors: tenso
 def publish_few(directory: Path, number: int) -> Path:
     """One whose embeddings lack their last rows."""
     return publish(directory, number, lambda tensors: {**tensors, EMBEDDINGS: tensors[EMBEDDINGS][:290].clone()})
-
-
-def in_full(recipe: Path) -> None:
-    recipe.write_text(re.sub(r"^adapter: .*\n", "", recipe.read_text(), flags=re.MULTILINE))
 
 
 def flags(directory: Path, entry: Mapping[str, Any] = FROZEN, **others: str) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def test_trained_weights_are_overwritten_with_a_warning_and_frozen_rows_without(
     """A run is a source as it is. Few rows fill the first ones, and the hash is one of all. The optimizer keeps its
     moments: at a rate of next to nothing the last weights are those of the last version."""
     said, look = list[str](), ModelBank.look
-    in_full(workplace / "r.yaml")
+    in_full(workplace)
     source = launch(workplace, name="source", train__duration="4 steps", checkpoint__every="3 steps").run_dir
     for number in (10, 20):
         publish_few(workplace, number)

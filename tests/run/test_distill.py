@@ -25,8 +25,7 @@ def flags(teacher: Path, **others: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, rows, a recipe, and what becomes the teacher: the model with other weights."""
-    directory = tmp_path_factory.mktemp("taught")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("taught"), 1, layers=1)
     model = directory / "model"
     load_tokenizer(str(model), None, TokenizerSection(name_or_path="byte")).save(model)
     shift(shutil.copytree(model, directory / "untouched"), 1)
@@ -50,7 +49,7 @@ def test_the_model_at_the_start_is_no_distance_from_itself(workplace: Path, adap
         own["adapter__dropout"] = "0"
     else:
         own |= {"adapter__kind": "none"}
-        (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+        trainings.in_full(workplace)
     first, second = lines(launch(workplace, name="own", **own).run_dir)
     assert (first["loss"], first["divergence"], first["agreement"], first["grad_norm"]) == (0, 0, 1, 0)
     assert first["ce"] == first["teacher_ce"] > 1
@@ -64,7 +63,7 @@ def test_teacher_and_student_may_take_documents_apart(workplace: Path) -> None:
     BloomForCausalLM(config).save_pretrained(workplace / "bloom")
     load_tokenizer(str(workplace / "model"), None, TokenizerSection(name_or_path="byte")).save(workplace / "bloom")
     mixed = {"data__packing": "auto", "adapter__kind": "none", "train__stop_after": "1 steps"}
-    (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+    trainings.in_full(workplace)
     own = flags(workplace / "bloom", model__name_or_path=str(workplace / "bloom"), **mixed)
     (line,) = lines(launch(workplace, name="own", **own).run_dir)
     assert (line["loss"], line["agreement"]) == (0, 1)

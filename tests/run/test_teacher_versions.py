@@ -23,8 +23,7 @@ from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("versions")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("versions"), 1, layers=1)
     load_tokenizer(str(directory / "model"), None, TokenizerSection(name_or_path="byte")).save(directory / "model")
     return directory
 
