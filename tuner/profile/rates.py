@@ -51,11 +51,9 @@ class DeviceRates:
 
     def of_product(self, product: Product, tokens: float) -> float:
         """Operations a second of a product of so many tokens: the nearest shape's, less where there are fewer."""
-
-        def far(known: tuple[int, int, float]) -> float:
-            return abs(log(known[0] / product.inputs)) + abs(log(known[1] / product.outputs))
-
-        return min(self.products, key=far)[2] * _reached(tokens) / _reached(self.tokens)
+        far = [abs(log(i / product.inputs)) + abs(log(o / product.outputs)) for i, o, _ in self.products]
+        _, _, rate = self.products[far.index(min(far))]
+        return rate * _reached(tokens) / _reached(self.tokens)
 
     def of_attention(self, length: float) -> float:
         """Operations a second in documents of a length: between those measured by its logarithm."""
