@@ -22,15 +22,8 @@ for _field in fields().values():
     SECTIONS.setdefault(_field.key.partition(".")[0], []).append(_field)
 HERE = Path("/where/relative/paths/start")
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
-NEEDS: dict[tuple[str, str], dict[str, object]] = {
-    ("optimizer", "sgd"): {"lr": 0.1},
-    ("optimizer", "custom"): {"use": "my.py:Lion", "lr": 0.1},
-    ("schedule", "wsd_s"): {"periods": "9 steps"},
-    ("schedule", "custom"): {"use": "my.py:triangle"},
-    ("method", "custom"): {"use": "my.py:loss"},
-    ("method", "distill"): {"teacher": "owner/teacher"},
-}
-"""Keys that a kind of a section asks for."""
+NEEDS: Any = cases(__file__, "needs")
+"""By section and kind, keys that it asks for."""
 WRONG_ITEMS: Any = cases(__file__, "wrong_items")
 """Lists of sections that are wrong."""
 ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every", "health.slow_rank", "notify.events",
@@ -41,7 +34,7 @@ MAY_BE_EMPTY = {
     "tokenizer.add_tokens", "train.batch_schedule",
 }  # fmt: skip
 VALID = {"eval.every": "never", "schedule.periods": "9 steps", "adapter.config": "{peft_type: IA3}"}
-VALID |= {f"{s}.use": "my.py:own" for s, _ in NEEDS}
+VALID |= {f"{s}.use": "my.py:own" for s in NEEDS}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 
@@ -60,7 +53,7 @@ def base(without: str = "") -> dict[str, object]:
             continue
         kind = field.kinds[0] if field is not None and field.kinds and field.section == section else usual
         if without != f"{section}.kind":
-            required = NEEDS.get((section, kind), {})
+            required = NEEDS.get(section, {}).get(kind, {})
             recipe[section] = {"kind": kind} | {k: v for k, v in required.items() if without != f"{section}.{k}"}
     return dict(recipe)
 
@@ -297,29 +290,7 @@ schedule: {kind: cosin, min_lr_ratio: 5}
     assert len(lines) == 8
 
 
-SAMPLE = [
-    (["config", "check", "r.yaml", "--optimizer.learning_rate", "3e-4"], "write --optimizer.lr 0.0003"),
-    (["config", "check", "--train.duration", "200", "r.yaml"], "200 what? write 200 epochs, 200 steps or 200 tokens"),
-    (["config", "check", "r.yaml", "--optimizer.lr"], "needs a value"),
-    (["config", "check", "nowhere.yaml"], "no recipe nowhere.yaml"),
-    (["config", "check"], "tuner init"),
-    (["config", "chek", "r.yaml"], "check"),
-    (
-        ["config", "check", "r.yaml", "--learning_rate", "3e-4"],
-        "flag --learning_rate  unknown; write --optimizer.lr 0.0003",
-    ),
-    (["train", "r.yaml", "--per-device-train-batch-size", "4"], "write --train.micro_batch_size 4"),
-    (["train", "r.yaml", "--optimizer", "adamw"], "a section; write --optimizer."),
-    (["train", "r.yaml", "--seeed", "4"], "did you mean --seed?"),
-    (["train", "r.yaml", "--version", "2"], "flag --version 2  got 2; allowed: 1"),
-    (["train", "r.yaml", "--jsn"], "--json"),
-    (["config", "check", "r.yaml", "--bogus"], "flag --bogus  unknown; a recipe has version"),
-    (["train", "r.yaml", "--lora_r", "8"], "write --adapter.kind lora --adapter.r 8"),
-    (["train", "r.yaml", "--model", "a/c"], "write --model.name_or_path a/c"),
-    (["recipes", "show", "smolm2_sft_cpu"], "smollm2_sft_cpu"),
-    (["trian"], "train"),
-    (["init", "-m", "a/b"], "--data"),
-]
+SAMPLE: Any = cases(__file__, "real_commands")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tests.contracts.syntax import ROOT, nodes, trees
+from tests.fixtures.tables import cases
 
 BASE = {"errors", "stages", "config", "runtime"}
 MATHS = BASE | {"data", "model", "parallel"}
@@ -62,13 +64,7 @@ ASKED_FOR = "tuner.run.parts."
 """Each says what in a recipe asks for it."""
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
 # What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.
-INSTRUMENTS = {
-    "tuner.run.tasks.record": "profile",
-    "tuner.run.measure": "profile",
-    "tuner.run.settle": "profile",
-    "tuner.run.tasks.export": "export",
-    "tuner.run.score_gguf": "export",
-}
+INSTRUMENTS: Any = cases(__file__, "instruments")
 
 
 def part(module: str) -> str:

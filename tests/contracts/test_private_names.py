@@ -10,6 +10,7 @@ import pytest
 
 from tests.contracts.syntax import modules, nodes, trees
 from tests.fixtures import forked
+from tests.fixtures.tables import cases
 
 ADAPTERS = {"tuner.runtime.torch_private", "tuner.model.transformers_private"}
 LIBRARIES = ("torch", "transformers")
@@ -48,14 +49,7 @@ def test_private_names_are_in_the_adapters_alone() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo", "from torch._C import _profiler", "from torch import _foreach_norm",
-        "torch.utils._pytree.tree_leaves", "x = torch.ops.aten._grouped_mm.default", "storage._cdata",
-        "from transformers.core_model_loading import revert_weight_conversion", "config._attn_implementation = None",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", cases(__file__, "a_private_name_is_seen"))
 def test_a_private_name_is_seen(line: str) -> None:
     assert list(private_names(ast.parse(f"def f() -> None:\n    {line}")))
     assert not list(private_names(ast.parse("from torch import nn\nself._names = tuple(x)\ny._names")))
