@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.export import runs
 from tests.export.runs import PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.tables import cases
 from tests.rundir import made
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_probe, read_tensors
@@ -267,13 +268,7 @@ def test_a_damaged_checkpoint_is_a_data_error(make_run: MakeRun) -> None:
     assert not list((run / "exports").iterdir())
 
 
-DAMAGE = {
-    "manifest.json": "manifest.json: ",
-    "index.json": "index.json: its SHA-256",
-    "state.json": "state.json: its SHA-256",
-    "probe.safetensors": "probe.safetensors: its SHA-256",
-    "rank-0000-of-0001.safetensors": "rank-0000-of-0001.safetensors: missing",
-}
+DAMAGE: Any = cases(__file__, "damage")
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.runtime.environment import MOST_CHARACTERS, command_line, environment, safe_variables
 
 
@@ -34,20 +35,6 @@ def test_only_listed_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) ->
     assert "very-secret-1" not in json.dumps(facts)
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (
-            ["tuner", "train", "r.yaml", "--optimizer.lr", "3e-4"],
-            ["tuner", "train", "r.yaml", "--optimizer.lr", "3e-4"],
-        ),
-        (["--hooks.0.options.token", "abc", "x"], ["--hooks.0.options.token", "***", "x"]),
-        (["--hooks.0.options.api_key=abc"], ["--hooks.0.options.api_key=***"]),
-        (["--options.pass=abc", "--options.db_pwd", "abc"], ["--options.pass=***", "--options.db_pwd", "***"]),
-        (["--options.password", "--json"], ["--options.password", "--json"]),
-        (["--url", "https://me:pw@host/d"], ["--url", "https://***@host/d"]),
-        (["--tokenizer.name_or_path", "byte"], ["--tokenizer.name_or_path", "byte"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "shown"), cases(__file__, "the_command_line_without_secrets"))
 def test_the_command_line_without_secrets(words: list[str], shown: list[str]) -> None:
     assert command_line(words) == shown
