@@ -18,8 +18,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -43,6 +43,7 @@ from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tun
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.members import member
 from tuner.runtime.warned import Warned, collected
 from tuner.stages import local_path
 
@@ -283,17 +284,12 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     _finish(stdout, line, outcome.exit_code)
 
 
-@contextmanager
-def stopped_as(found: Callable[[], tuple[str, Outcome] | None]) -> Iterator[None]:
+def stopped_as(found: Callable[[], tuple[str, Outcome] | None]) -> AbstractContextManager[None]:
     """For the length of the block, `found` says what can be resumed after a signal: a line, and the outcome; or None.
 
     It is called in a signal handler: it imports nothing.
     """
-    _stopped.append(found)
-    try:
-        yield
-    finally:
-        _stopped.remove(found)
+    return member(_stopped, found)
 
 
 _stopped: list[Callable[[], tuple[str, Outcome] | None]] = []

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tuner.errors import ExitCode
+from tuner.runtime.members import member
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_REPEAT_S = 2.0
@@ -151,28 +152,17 @@ def over() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-@contextlib.contextmanager
-def undone(action: Callable[[], object]) -> Iterator[None]:
+def undone(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """For the length of the block, `action` is called where a signal ends the process; what it raises is ignored.
 
     It runs in a signal handler: it imports nothing, and takes no lock that the main thread may hold.
     """
-    _undo.append(action)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            _undo.remove(action)
+    return member(_undo, action)
 
 
-@contextlib.contextmanager
-def answered(answer: Callable[[], int]) -> Iterator[None]:
+def answered(answer: Callable[[], int]) -> contextlib.AbstractContextManager[None]:
     """For the length of the block, `answer` says that a signal ended the process, and with which exit code."""
-    _answers.append(answer)
-    try:
-        yield
-    finally:
-        _answers.remove(answer)
+    return member(_answers, answer)
 
 
 @contextlib.contextmanager
@@ -230,9 +220,9 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     code = int(ExitCode.INTERRUPTED)
     try:
         end_children()
-        while _undo:
+        for action in reversed(_undo):
             with contextlib.suppress(Exception):  # the others are to be undone too; what stays is swept later
-                _undo.pop()()
+                action()
         code = _answers[-1]() if _answers else _said()
     finally:
         os._exit(code)
