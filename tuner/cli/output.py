@@ -106,7 +106,6 @@ def _jsonable(value: Any) -> Any:
 
 UNBOUNDED = 1 << 20
 _real_stdout: ContextVar[int] = ContextVar("real_stdout", default=1)
-_stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
 
 
 def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -129,18 +128,15 @@ def _escaped(text: str) -> str:
 
 
 def note_stdout(descriptor: int) -> None:
-    """Remember where a command's result goes, and how wide its terminal is; a file or a pipe has no width."""
+    """Remember where a command's result goes."""
     _real_stdout.set(descriptor)
-    try:
-        _stdout_columns.set(os.get_terminal_size(descriptor).columns or UNBOUNDED)
-    except OSError:
-        _stdout_columns.set(UNBOUNDED)
 
 
-def terminal_columns(stream: IO[str]) -> int:
-    """Columns of the terminal that a stream goes to; a file, a pipe and what is closed have no width."""
+def terminal_columns(of: IO[str] | int) -> int:
+    """Columns of the terminal that a stream or a descriptor leads to; a file, a pipe and what is closed have no width.
+    """
     try:
-        return os.get_terminal_size(stream.fileno()).columns or UNBOUNDED
+        return os.get_terminal_size(of if isinstance(of, int) else of.fileno()).columns or UNBOUNDED
     except (OSError, ValueError):
         return UNBOUNDED
 
@@ -166,7 +162,7 @@ def real_stdout() -> int:
 
 def stdout_columns() -> int:
     """Columns that a command's result may have."""
-    return _stdout_columns.get()
+    return terminal_columns(real_stdout())
 
 
 def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = ()) -> str:

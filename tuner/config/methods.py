@@ -120,11 +120,7 @@ class PretrainMethod(MethodSection):
     """Next-token prediction on plain text."""
 
     kind: MethodKind[Literal["pretrain"]] = "pretrain"
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of plain text."""
-        return Examples("pretrain")
+    examples: ClassVar[Examples] = Examples("pretrain")
 
 
 _BETA = (
@@ -147,12 +143,12 @@ DpoLoss = Literal[
 
 
 class PairSection(MethodSection):
-    """What the sections of methods over pairs of answers have in common."""
+    """What the sections of methods over pairs of answers have in common.
 
-    @property
-    def examples(self) -> Examples:
-        """Two documents each: the prompt with either answer, of which the answer is trained."""
-        return Examples("preference", "last_assistant")
+    An example is two documents: the prompt with either answer, of which the answer is trained.
+    """
+
+    examples: ClassVar[Examples] = Examples("preference", "last_assistant")
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -258,11 +254,7 @@ class KtoMethod(MethodSection):
     undesirable_weight: Annotated[float, Real(gt=0)] = 1.0
     """Weight of undesirable answers."""
     reference: Reference = "auto"
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of which the answer is trained, with a label."""
-        return Examples("unpaired", "last_assistant")
+    examples: ClassVar[Examples] = Examples("unpaired", "last_assistant")
 
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
