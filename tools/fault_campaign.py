@@ -138,7 +138,9 @@ def main() -> int:
             return 0
         started, verdicts = time.monotonic(), []
         for point in chosen(points_of(options.part, list(benches.values()), options), options):
+            began = time.monotonic()
             verdict = PARTS[options.part](benches[point.case], point)
+            verdict.ms = (time.monotonic() - began) * 1000
             verdicts.append(verdict)
             if verdict.problems or options.point is not None:
                 print(json.dumps(verdict.as_json()), flush=True)

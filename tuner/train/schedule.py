@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
-from tuner.config.recipe import Schedule as Section
+from tuner.config.schedules import Schedule as Section
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
