@@ -4,9 +4,10 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -163,6 +164,14 @@ def real_stdout() -> int:
 def stdout_columns() -> int:
     """Columns that a command's result may have."""
     return terminal_columns(real_stdout())
+
+
+def listed(lines: Mapping[str, str], width: int) -> str:
+    """Names with a sentence each, in two columns: a sentence continues under itself, in at least 20 columns."""
+    after = " " * (max(map(len, lines), default=0) + 2)
+    width = max(width, len(after) + 20)
+    fill = partial(textwrap.fill, width=width, subsequent_indent=after)
+    return "\n".join(fill(line, initial_indent=name.ljust(len(after))) or name for name, line in lines.items())
 
 
 def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = ()) -> str:

@@ -152,8 +152,8 @@ class PairSection(MethodSection):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The terms of the loss by name; a single one is named loss."""
-        return ("loss",)
+        """The terms of the loss by name: of preferences and, with a weight, `sft`; a single one is named loss."""
+        return ("preference", "sft") if getattr(self, "sft_weight", 0) else ("loss",)
 
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
@@ -219,11 +219,6 @@ class SimpoMethod(PairSection):
     """How far apart the rewards, beta times average log-probabilities, are wanted: the margin inside the loss."""
     sft_weight: SftWeight = 0.0
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """That of the rewards, and `sft`."""
-        return ("preference", "sft") if self.sft_weight else ("loss",)
-
 
 class CpoMethod(PairSection):
     """Contrastive preference optimization: by log-probabilities, without a reference, and by chosen answers."""
@@ -233,11 +228,6 @@ class CpoMethod(PairSection):
     kind: MethodKind[Literal["cpo"]] = "cpo"
     beta: Beta = 0.1
     sft_weight: SftWeight = 1.0
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """That of the rewards, and `sft`."""
-        return ("preference", "sft") if self.sft_weight else ("loss",)
 
 
 class KtoMethod(MethodSection):

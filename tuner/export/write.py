@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError, first_line
 from tuner.export.source import ExportSource
 from tuner.model.adapter import ADAPTER, LoraSpec, SavesModules, lora_layers, saved_modules
-from tuner.model.build import has_score, is_part
+from tuner.model.build import has_score, is_part, without_progress
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.peft_names import taken_for_experts
@@ -215,19 +214,10 @@ def write_generation_config(directory: Path, source: ExportSource, config: Pretr
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no remarks of transformers and peft inside the block."""
-    logging: Any = transformers_logging
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
+    with without_progress(reports=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def load_tokenizer(directory: Path) -> Any:

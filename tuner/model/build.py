@@ -228,7 +228,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     if spec.unread is not None and reader is None and (renamed := _left_aside(spec, spec.unread, own, dtype)):
         reader = spec.unread
     takes_all = spec.head == "tokens" and grown.get_text_config() is grown and not renamed
-    with _clear_errors(spec), _without_progress(reports=takes_all):
+    with _clear_errors(spec), without_progress(reports=takes_all):
         load = partial(
             auto.from_pretrained,
             spec.name_or_path,
@@ -281,7 +281,7 @@ def fetch_weights(spec: ModelSpec) -> None:
     name = spec.name_or_path
     if spec.random_init or huggingface_hub.constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
         return
-    with _clear_errors(spec), _without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
+    with _clear_errors(spec), without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
         try:
             huggingface_hub.hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
         except EntryNotFoundError:
@@ -520,7 +520,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _without_progress(reports: bool = True) -> Iterator[None]:
+def without_progress(reports: bool = True) -> Iterator[None]:
     """Within, transformers shows no bars and, without ``reports``, not what of the files it does not take."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
-from tuner.config.schedules import Schedule as Section
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
@@ -21,6 +20,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
+from tuner.config.schedules import Schedule as Section
 from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import PluginError, RecipeError
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
