@@ -127,11 +127,9 @@ def main() -> int:
         options.jobs = ["train", "resume"]  # the others save nothing
     with fork_server(), scratch() as directory:
         processes = 2 if options.part == "ranks" else 1
-        benches = {
-            case: Bench(directory / case, case, options.beside, processes, options.settings) for case in options.cases
-        }
-        for bench in benches.values():
-            bench.directory.mkdir()
+        benches = dict[str, Bench]()
+        for case in options.cases:
+            bench = benches[case] = Bench(directory / case, case, options.beside, processes, options.settings)
             bench.set_up()
         if options.list:
             print_points(benches)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.caches import new_cache
 from tests.fixtures import commands, forked, trainings
 from tests.fixtures.tables import cases
 from tuner.checkpoint.open import newest
@@ -26,8 +25,6 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
 from tuner.setup.resolve import resolve
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -58,14 +55,7 @@ def stopped(stopped_once: Path) -> Path:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "TUNER_CACHE": str(new_cache(directory / "cache")),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    return commands.environment(directory, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def tuner(directory: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
