@@ -95,13 +95,7 @@ def test_a_word_for_the_whole_training_is_its_method(text: str, kind: str) -> No
     assert import_text(f"model_name_or_path: a/b\ndataset_name: o/s\n{text}\n", "c.yaml").recipe.method.kind == kind
 
 
-ANCHORS = """\
-base_model: a/b
-micro_batch_size: 1
-set: &set {path: r.jsonl, type: alpaca, split: "train[:10]"}
-datasets: [*set, {<<: *set, path: s.jsonl}]
-learning_rate: &rate 3e-5
-"""
+ANCHORS: Any = cases(__file__, "anchors")
 
 
 def test_anchors_and_merged_mappings_of_other_tools_are_read() -> None:
@@ -172,10 +166,7 @@ def test_a_builder_of_torchtune_names_the_form_and_the_columns(
 
 
 def test_llama_factorys_table_of_data_sets_is_read(tmp_path: Path) -> None:
-    listed = {
-        "own": {"file_name": "own.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-        "other": {"hf_hub_url": "owner/other", "columns": {"prompt": "ask", "response": "say"}},
-    }
+    listed = cases(__file__, "data_sets_of_llama_factory")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     own, other = imported("llama-factory", tmp_path).recipe.data.train
@@ -210,20 +201,7 @@ def test_a_configuration_that_is_taken_for_a_recipe_is_answered_with_import(tmp_
     assert caught.value.hint is None
 
 
-SCRIPT = """\
-#!/bin/bash
-# two cards
-export MODEL=./base
-NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 \\
-swift sft \\
-    --model ${MODEL} \\
-    --tuner_type full --learning_rate 2e-5 \\
-    --dataset 'owner/first#500' \\
-              own.jsonl \\
-    --max_length=512 --packing true \\
-    --output_dir "${OUT:-out}/run" 2>&1 | tee log.txt
-swift infer --adapters out
-"""
+SCRIPT: Any = cases(__file__, "script")
 """Variables, a default of one, values on several lines, `--key=value`, a pipe, and a command of another kind."""
 
 
@@ -260,17 +238,7 @@ def test_a_script_without_a_training_that_is_here_is_refused(text: str, message:
 
 
 def test_a_mixture_of_trl_names_its_data_sets_and_what_is_lost() -> None:
-    text = """\
-model_name_or_path: a/b
-dataset_mixture:
-  datasets:
-    - {id: c/d, config: default, split: train_sft, columns: [messages], weight: 1.0}
-    - {id: e/f, split: train, weight: 0.5}
-  test_split_size: 1000
-  seed: 0
-chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-assistant_only_loss: true
-"""
+    text = cases(__file__, "a_mixture_of_trl")
     found = import_text(text, "mixture.yaml")
     assert [source.path for source in found.recipe.data.train] == ["c/d:train_sft", "e/f:train"]
     left = {item.partition(": ")[0] for item in found.left}

@@ -56,10 +56,7 @@ HEAVY_MODULES = {f"tuner.runtime.{name}" for name in _WITH_TORCH}
 WORK = "tuner.cli.work."
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
-RESOLVED_IN = (
-    "run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export", "run.status",
-    "run.tasks.launch_tasks",
-)
+RESOLVED_IN: Any = cases(__file__, "resolved_in")
 ASKED_FOR = "tuner.run.parts."
 """Each says what in a recipe asks for it."""
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}

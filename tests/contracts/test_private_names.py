@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,7 @@ LIBRARIES = ("torch", "transformers")
 # All of transformers that is imported outside its adapter; anything deeper has no promise.
 PROMISED = {"transformers", "transformers.utils"}
 # Of nn.Module, which subclasses share with it, of peft's layers, of namedtuple, and of the interpreter.
-OTHERS = {
-    "_parameters", "_buffers", "_modules", "_cache_clear", "_cast_input_dtype", "_disable_adapters", "_replace",
-    "_exit",
-}  # fmt: skip
+OTHERS = set(cases(__file__, "others"))
 
 
 def private_parts(name: str) -> bool:
@@ -104,12 +102,7 @@ for words in json.loads(sys.argv[1]):
     except SystemExit as end:
         print("ended with", end.code, file=sys.stderr, flush=True)
 """
-RECIPE = """
-model: {name_or_path: ./base, init: random}
-tokenizer: {name_or_path: byte}
-data: {train: rows.jsonl, max_length: 64}
-train: {duration: 2 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
-"""
+RECIPE: Any = cases(__file__, "recipe")
 
 
 def test_training_goes_on_without_them_and_profile_says_what_is_missing(
@@ -125,10 +118,7 @@ def test_training_goes_on_without_them_and_profile_says_what_is_missing(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a ", "completion": "b"}\n' * 16)
     (tmp_path / "r.yaml").write_text(RECIPE)
 
-    lines = [
-        ["train", "r.yaml", "--profile.steps", "[1]"], ["profile", "r.yaml"], ["profile", "r.yaml", "--measure", "1"],
-        ["export-hf", "runs/r"],
-    ]  # fmt: skip
+    lines = cases(__file__, "command_lines")
     command = [sys.executable, "-c", POORER, json.dumps(lines)]
     done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     trained, predicted, measured, exported = done.stderr.split("$ ")[1:]

@@ -18,10 +18,7 @@ from tests.fixtures.tables import cases
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BETWEEN_OWN_PROCESSES: Any = cases(__file__, "between_own_processes")
 """Who unpickles what another process of the same command has sent."""
-RECEIVERS = {
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor", "ray",
-}  # fmt: skip
+RECEIVERS = set(cases(__file__, "receivers"))
 CALLS: Any = cases(__file__, "calls")
 SHARED = ("/tmp/", "/dev/shm/")
 KEYWORDS: Any = cases(__file__, "keywords")

@@ -549,15 +549,7 @@ def test_the_card_tells_where_the_weights_come_from(make_own_run: MakeRun, adapt
     front = text.split("---\n")[1].splitlines()
     assert "license: apache-2.0" in front
     assert ("library_name: peft" in front) == (adapter == "keep")
-    for said in (
-        "| licence of the base model | apache-2.0 |",
-        "| train data | 12 rows, 340 tokens, 120 trained tokens |",
-        "| data key | 1111111111111111 |",
-        "| tokens seen | 700 |",
-        "| 0 |  |  | 3.2500 |  |",
-        "| 7 | 700 | 2.3000 | 2.5000 | 0.0001 |",
-        "lr: 0.001",
-    ):
+    for said in cases(__file__, "said_by_the_card"):
         assert said in text, said
     facts = json.loads((report.path / "tuner.json").read_text())
     assert [line["step"] for line in facts["metrics"]["train"]] == list(range(1, 8))

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tests.export.runs import PROMPTS, recorded, write_run, write_tokenizer
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
 from tuner.api.exports import export_hf
@@ -38,16 +39,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "nu
 PICTURES = SMALL | {"image_size": 8, "patch_size": 4}
 KINDS = ("gemma3", "mistral3")
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
-RECIPE = """\
-model: {name_or_path: ./whole}
-tokenizer: {add_tokens: ["<new>"]}
-method: {kind: pretrain}
-data: {train: rows.jsonl, max_length: 32}
-train: {duration: 2 steps, global_batch_size: 2, micro_batch_size: 1, precision: fp32, device: cpu}
-optimizer: {lr: 1e-2}
-checkpoint: {every: 1 steps}
-logging: {level: warning}
-"""
+RECIPE: Any = cases(__file__, "recipe")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`")
 
 

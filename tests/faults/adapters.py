@@ -7,18 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tests.faults.artifacts import (
-    GENERATE,
-    TRAIN,
-    Artifact,
-    Place,
-    bomb,
-    byte_tokenizer,
-    overwrite,
-    torch_bomb,
-)
+from tests.faults.artifacts import GENERATE, TRAIN, Artifact, Place, bomb, byte_tokenizer, overwrite, torch_bomb
+from tests.fixtures.tables import cases
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -53,7 +43,7 @@ def _begun(place: Place, plant: Callable[[Place], object]) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], bool | None]] = {
     name: (row["config"], row.get("refused"))
-    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+    for name, row in cases(__file__, "configs").items()
 } | {
     "layers without end": ({"layer_replication": [[0, 1]] * 10**5}, True),
     "tokens to train without end": ({"trainable_token_indices": list(range(10**6))}, None),
@@ -105,18 +95,10 @@ def adapters() -> Iterator[Artifact]:
             yield Artifact(f"{name} of an adapter as a link to {target}", link, LOADED, "adapter")
 
 
-PICKLES = (
-    "pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "model-00001-of-00001.safetensors",
-    "consolidated.00.pth", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tf_model.h5",
-    "flax_model.msgpack", "model.ckpt.index", "adapter_model.bin", "model.pkl", "model.pt",
-)  # fmt: skip
+PICKLES: Any = cases(__file__, "pickles")
 """Names of files of weights and of what lies next to them."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "tf_model.h5.index.json")
-BESIDE = (
-    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json",
-    "processor_config.json", "tuner.json", "README.md",
-)  # fmt: skip
+BESIDE: Any = cases(__file__, "next_to_weights")
 
 
 def _only(place: Place, name: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.cases import RUN
+from tests.fixtures.tables import cases
 
 EVIL = """\
 import os, socket
@@ -187,14 +188,7 @@ def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> 
     place.replace("name_or_path: byte", f"name_or_path: {directory}")
 
 
-ESCAPES = {
-    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{{ c }}{% endfor %}",
-    "globals": "{{ cycler.__init__.__globals__.os.system(\"touch '%s'\") }}",
-    "attr": "{{ (''|attr('__class__')|attr('__mro__'))[1]|attr('__subclasses__')() }}",
-    "format": "{{ '{0.__class__.__mro__[1].__subclasses__}'.format(messages) }}",
-    "include": "{% include '/etc/passwd' %}",
-    "raise": "{{ raise_exception.__globals__['__builtins__']['open']('%s', 'w') }}",
-}
+ESCAPES: Any = cases(__file__, "escapes")
 EXPLOSIONS = {
     "memory": "{{ 'a' * 4000000000 }}",
     "time": "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{% endfor %}",
@@ -247,12 +241,7 @@ def _linked_step(place: Place) -> None:
     (place.inputs / "step-4" / "manifest.json").write_bytes(bomb(place))
 
 
-_CONFIGS: dict[str, Any] = {
-    "_attn_implementation": "kernels-community/flash-attn2", "attn_implementation": "someone/evil:attention",
-    "experts_implementation": "someone/evil",
-    "quantization_config": {"quant_method": "evil", "modules_to_not_convert": None},
-    "torch_dtype": "__import__('os').system('true')",
-}
+_CONFIGS: dict[str, Any] = cases(__file__, "configs")
 """Keys of a base model's config and what they ask for."""
 
 

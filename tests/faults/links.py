@@ -5,20 +5,15 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from tests.faults.artifacts import RESUME, TRAIN, Artifact, Place
 from tests.faults.bombs import teaching
 from tests.faults.cases import RUN
+from tests.fixtures.tables import cases
 from tuner.rundir.layout import NAMES
 
-BELOW = (
-    "checkpoints/step-4", "exports/step-4", "exports/step-4-adapter", "exports/latest", "launches/1",
-    "launches/1/git.diff", "evaluations/step-4", "evaluations/step-4/a.jsonl", "logs/rank0.log", "logs/export.log",
-    "logs/windows.log", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "model_config/config.json",
-    "profile/trace.json", "prober/step-4", "trackers/wandb.json", "checkpoints/step-4/manifest.json",
-    "checkpoints/step-4/index.json", "checkpoints/step-4/state.json", "checkpoints/step-4/probe.safetensors",
-    "checkpoints/step-4/rank-0000-of-0001.safetensors",
-)  # fmt: skip
+BELOW: Any = cases(__file__, "below")
 """Names further down in a run directory."""
 A = str(RUN)
 COMMANDS: dict[str, tuple[str, ...]] = {

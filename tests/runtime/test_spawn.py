@@ -65,9 +65,7 @@ def test_ranks_know_their_place_and_meet_on_the_loopback_alone(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("action", ["warns, ok", "warns, data error", "warns, killed"])
-def test_what_rank_0_warns_of_is_the_commands(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], action: str
-) -> None:
+def test_what_rank_0_warns_of_is_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str], action: str) -> None:
     warned = Warned()
     with collected(warned, print), contextlib.suppress(TunerError):
         run(tmp_path, action, "warns, ok")
