@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -74,19 +76,18 @@ class LoggedFigure:
     """Its name where there is little room: at most 7 letters."""
 
 
-_REWARDS: Mapping[str, LoggedFigure] = {
-    "accuracy": LoggedFigure("higher", "acc"),
-    "margin": LoggedFigure("higher", "margin"),
-    "reward_chosen": LoggedFigure("higher", "chosen"),
-    "reward_rejected": LoggedFigure("lower", "reject"),
-}
+_LOGGED = json.loads(Path(__file__).with_name("logged_figures.json").read_text(encoding="utf-8"))
+
+
+def _logged(*names: str) -> Mapping[str, LoggedFigure]:
+    """Figures of these names, by `logged_figures.json`: which value is the better one, and the heading."""
+    return {name: LoggedFigure(*_LOGGED[name]) for name in names}
+
+
+_REWARDS = _logged("accuracy", "margin", "reward_chosen", "reward_rejected")
 """What every method over pairs logs: how often the chosen answer's reward is the higher one and by how much, and the
 rewards."""
-_PAIRS: Mapping[str, LoggedFigure] = {
-    **_REWARDS,
-    "logp_chosen": LoggedFigure("higher", "logp_c"),
-    "logp_rejected": LoggedFigure("lower", "logp_r"),
-}
+_PAIRS = _logged(*_REWARDS, "logp_chosen", "logp_rejected")
 """With the log-probabilities of the answers."""
 
 
@@ -249,9 +250,7 @@ class KtoMethod(MethodSection):
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
         """Rewards by label, and the divergence from the reference."""
-        kl = {"kl": LoggedFigure("lower", "kl")} if self.baseline == "kl" else {}
-        wanted, unwanted = LoggedFigure("higher", "good"), LoggedFigure("lower", "bad")
-        return {"reward_desirable": wanted, "reward_undesirable": unwanted} | kl
+        return _logged("reward_desirable", "reward_undesirable", *(["kl"] if self.baseline == "kl" else []))
 
 
 class RewardMethod(PairSection):
@@ -325,14 +324,7 @@ class DistillMethod(MethodSection):
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
         """The divergence, cross-entropies of both models, and how often they agree."""
-        tail = {} if self.top_k is None else {"tail": LoggedFigure("lower", "tail")}
-        return {
-            "divergence": LoggedFigure("lower", "diverg."),
-            "ce": LoggedFigure("lower", "ce"),
-            "teacher_ce": LoggedFigure("lower", "t. ce"),
-            "agreement": LoggedFigure("higher", "agree"),
-            **tail,
-        }
+        return _logged("divergence", "ce", "teacher_ce", "agreement", *(["tail"] if self.top_k is not None else []))
 
 
 class CustomMethod(MethodSection):
