@@ -18,6 +18,7 @@ import pytest
 from tests.fixtures import commands, trainings
 from tests.fixtures.store_proxy import Request, proxied
 from tests.fixtures.store_servers import Server, serving
+from tests.fixtures.tables import cases
 from tests.multi.launcher import bound_listener, open_store, rank_environment
 from tuner.runtime.files import read_json
 from tuner.stores.directory import StoreDirectory
@@ -159,13 +160,7 @@ def stages_of(directory: Path, url: str) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "killed", "emptied"),
-    [
-        ("put", (0, 1), ()), ("put", (0, 1), (0, 1)), ("put", (0,), (1,)), ("put", (1,), (0,)),
-        ("commit", (0, 1), ()), ("commit", (0, 1), (0,)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("at", "killed", "emptied"), cases(__file__, "killed_and_emptied"))
 def test_machines_without_a_common_disk_resume_one_run(
     server: Server, unbroken: dict[str, Any], tmp_path: Path, at: str, killed: tuple[int, ...], emptied: tuple[int, ...]
 ) -> None:

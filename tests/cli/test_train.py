@@ -20,7 +20,6 @@ from tuner.cli.work.train import outcome_of
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
 from tuner.run.options import RunResult
-from tuner.rundir.exports import APART
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
@@ -259,14 +258,7 @@ def test_two_launches_on_one_run_have_one_winner(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "facts", "said", "export"),
-    [
-        (2, {}, " · best 1.453 at step 2 · next: tuner export-hf r --step best", "tuner export-hf r --step best"),
-        (6, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
-        (None, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
-        (None, {APART: True}, " · next: tuner export-hf r --adapter keep", "tuner export-hf r --adapter keep"),
-        (None, None, " · next: tuner runs show r", "tuner runs show r"),  # it saved nothing that could be exported
-    ],
+    ("best", "facts", "said", "export"), cases(__file__, "the_end_of_a_run_proposes_an_export_that_it_can_have")
 )
 def test_the_end_of_a_run_proposes_an_export_that_it_can_have(
     best: int | None,

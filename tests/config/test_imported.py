@@ -100,9 +100,8 @@ ANCHORS: Any = cases(__file__, "anchors")
 
 def test_anchors_and_merged_mappings_of_other_tools_are_read() -> None:
     found = import_text(ANCHORS, "c.yaml")
-    assert [(Path(source.path).name, source.format) for source in found.recipe.data.train] == [
-        ("r.jsonl", "alpaca"), ("s.jsonl", "alpaca"),
-    ]  # fmt: skip
+    sources = [(Path(source.path).name, source.format) for source in found.recipe.data.train]
+    assert sources == [("r.jsonl", "alpaca"), ("s.jsonl", "alpaca")]
     assert found.recipe.optimizer.lr == 3e-5
 
 
@@ -170,9 +169,8 @@ def test_llama_factorys_table_of_data_sets_is_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     own, other = imported("llama-factory", tmp_path).recipe.data.train
-    assert (Path(own.path).name, own.format, own.columns, own.count) == (
-        "own.json", "sharegpt", {"conversations": "talk"}, 500,
-    )  # fmt: skip
+    assert (Path(own.path).name, own.format, own.count) == ("own.json", "sharegpt", 500)
+    assert own.columns == {"conversations": "talk"}
     assert (other.path, other.format) == ("owner/other:train", "alpaca")
     assert other.columns == {"instruction": "ask", "output": "say"}
 
@@ -209,10 +207,7 @@ def test_the_command_of_a_script_is_read() -> None:
     found = import_text(SCRIPT, "train.sh")
     assert found.tool == "ms-swift" and 'name_or_path: "./base" ' in found.text and "output_dir: out/run " in found.text
     own = flatten(recipe_dict(found.recipe))
-    expected = {
-        "adapter.kind": "none", "optimizer.lr": 2e-5, "data.max_length": 512, "data.packing": "auto",
-        "train.micro_batch_size": 1, "train.global_batch_size": 16,
-    }  # fmt: skip
+    expected = cases(__file__, "read_of_a_script")
     assert {key: own[key] for key in expected} == expected
     assert [Path(source.path).name for source in found.recipe.data.train] == ["first:train", "own.jsonl"]
 

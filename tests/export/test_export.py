@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.runs import PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
+from tests.export.runs import LORA, PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
 from tests.fixtures.bits import flip_bit
 from tests.fixtures.tables import cases
 from tests.rundir import made
@@ -40,7 +40,6 @@ from tuner.export.write import write_config, write_tokenizer
 from tuner.model import vetting
 from tuner.model.adapter import LoraSpec
 
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32"}
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
 MakeRun = Callable[..., Path]
@@ -478,9 +477,8 @@ def test_one_checkpoint_of_several_is_chosen(tmp_path: Path) -> None:
         assert plan_export(run, step=chosen).source.checkpoint.path == path  # type: ignore[arg-type]
     warned: list[str] = []
     plan_export(run, warn=warned.append)
-    assert warned == [
-        "step 7 is exported, but step 3 has a lower held-out loss (1.000); to export that one, add --step best"
-    ]
+    better = "step 3 has a lower held-out loss (1.000); to export that one, add --step best"
+    assert warned == [f"step 7 is exported, but {better}"]
     for chosen in ("best", 5):
         plan_export(run, warn=pytest.fail, step=chosen)  # type: ignore[arg-type]
     plan_export(steps[5], warn=pytest.fail)
@@ -504,9 +502,8 @@ def test_without_a_best_one_the_losses_of_kept_steps_are_compared(tmp_path: Path
         weights = {"model/w": torch.zeros(2)}
         save(CheckpointDir(run / "checkpoints", "test"), step, weights, {"step": step}, {"model": {}})
     warn_of_better(resolve(run, step=7), warned.append)
-    assert warned == [
-        "step 7 is exported, but step 3 has a lower held-out loss (1.500); to export that one, add --step 3"
-    ]
+    better = "step 3 has a lower held-out loss (1.500); to export that one, add --step 3"
+    assert warned == [f"step 7 is exported, but {better}"]
     warn_of_better(resolve(run, step=3), pytest.fail)
 
 

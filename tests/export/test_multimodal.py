@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.export.runs import PROMPTS, recorded, write_run, write_tokenizer
+from tests.export.runs import LORA, PROMPTS, recorded, write_run, write_tokenizer
 from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
@@ -38,7 +38,6 @@ from tuner.run.options import LaunchOptions
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 PICTURES = SMALL | {"image_size": 8, "patch_size": 4}
 KINDS = ("gemma3", "mistral3")
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 RECIPE: Any = cases(__file__, "recipe")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`")
 

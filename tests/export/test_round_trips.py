@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from tests.export.mixtures import merged_state
-from tests.export.runs import PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.export.runs import LORA, PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.tables import cases
 from tests.model.tiny import FAMILIES, family_model
@@ -29,7 +29,6 @@ from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
 FORMS = [("fp32", 1), ("fp32", 2), ("fp32", 4), ("bf16", 4)]
 """The type of an export, and how many ranks saved the checkpoint: that shows before anything is rounded."""
