@@ -131,24 +131,14 @@ IN_STORES = frozenset(
 )
 """The keys of what may lie in an object store."""
 _IN_STORES = ", ".join(sorted(IN_STORES))
+_WITH_CODE = ("model", "tokenizer", "method", "optimizer", "schedule", "hooks", "data.train", "data.eval")
 _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
-    "output_dir": _always,
-    "model.name_or_path": _hub_or_path,
-    "model.init_from.path": _always,
+    **dict.fromkeys(("output_dir", "model.init_from.path", "data.cache_dir", "train.stop_file"), _always),
+    **dict.fromkeys(("model.name_or_path", "method.teacher"), _hub_or_path),
+    **dict.fromkeys(("data.train.path", "data.eval.path"), _rows),
+    **dict.fromkeys((*(f"{key}.use" for key in _WITH_CODE), "eval.tasks.scorer"), _plugin),
     "tokenizer.name_or_path": _tokenizer,
     "tokenizer.chat_template": _template,
-    "data.train.path": _rows,
-    "data.eval.path": _rows,
-    "data.cache_dir": _always,
-    "train.stop_file": _always,
-    "method.teacher": _hub_or_path,
     "eval.tasks.task": _task,
-    "eval.tasks.scorer": _plugin,
-} | dict.fromkeys(
-    tuple(
-        f"{key}.use"
-        for key in ("model", "tokenizer", "method", "optimizer", "schedule", "hooks", "data.train", "data.eval")
-    ),
-    _plugin,
-)
+}
 """The keys that are paths, and what becomes of each."""
