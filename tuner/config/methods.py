@@ -345,16 +345,8 @@ class CustomMethod(MethodSection):
 
 
 Method = Annotated[
-    SftMethod
-    | PretrainMethod
-    | DpoMethod
-    | OrpoMethod
-    | SimpoMethod
-    | CpoMethod
-    | KtoMethod
-    | RewardMethod
-    | DistillMethod
-    | CustomMethod,
+    SftMethod | PretrainMethod | DpoMethod | OrpoMethod | SimpoMethod | CpoMethod | KtoMethod | RewardMethod
+    | DistillMethod | CustomMethod,
     ByKind(),
 ]
 """A method's section; each kind has a file of its name in `train/methods`."""

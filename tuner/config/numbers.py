@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from fractions import Fraction
+from operator import ge, gt, le, lt
 from typing import Any, Self, get_args
 
 from tuner.config.value_types import ValueType, meant, shown
@@ -135,12 +136,8 @@ class Real(ValueType):
             number = float(_number(value))
         except OverflowError:
             raise TypeError from None
-        inside = (
-            (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
+        bounds = ((ge, self.ge), (gt, self.gt), (le, self.le), (lt, self.lt))
+        inside = all(bound is None or holds(number, bound) for holds, bound in bounds)
         if not inside and 1 < number <= 100 and 1 in (self.le, self.lt):
             raise ValueError(f"got {shown(value)}; allowed: {self.allowed}; did you mean {shown(value)}%?")
         if not inside:

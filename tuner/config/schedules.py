@@ -98,12 +98,7 @@ class CustomSchedule(Section):
 
 
 Schedule = Annotated[
-    CosineSchedule
-    | LinearSchedule
-    | ConstantSchedule
-    | InverseSqrtSchedule
-    | WsdSchedule
-    | WsdPeriodsSchedule
+    CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WsdSchedule | WsdPeriodsSchedule
     | CustomSchedule,
     ByKind(),
 ]
