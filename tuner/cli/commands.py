@@ -22,8 +22,6 @@ PARAMETERS: dict[str, dict[str, Any]] = _TABLES["parameters"]
 """What each command's parameters are for; those of several commands are under an empty name."""
 EXAMPLES: dict[str, list[str]] = _TABLES["examples"]
 """Two or three command lines of each command; those of the program are under an empty name."""
-EXIT_CODES: dict[int, str] = {int(code): text for code, text in _TABLES["exit_codes"].items()}
-"""What each exit code of a command means."""
 BODIES: dict[str, Callable[..., None]] = {}
 """What each command runs, entered when its file is imported."""
 MEANT: dict[str, str] = {word: name for name, words in _TABLES["meant"].items() for word in words.split()}

@@ -7,13 +7,26 @@ import textwrap
 
 from tuner.cli.app import help_text
 from tuner.cli.command import Outcome, command
-from tuner.cli.commands import COMMANDS, EXIT_CODES
+from tuner.cli.commands import COMMANDS
 from tuner.cli.output import listed
 from tuner.config.fields import Field, fields, find, item_fields
 from tuner.config.other_tools import foreign
-from tuner.errors import RecipeError
+from tuner.errors import ExitCode, RecipeError
 
 TOPICS = ("recipe", "exit-codes")
+EXIT_CODES = {
+    ExitCode.OK: "done; train and resume: the run is finished",
+    ExitCode.BUG: "a bug in tuner: run the command again with --debug and report what it shows",
+    ExitCode.USAGE: "the recipe, a flag, an argument or your own code cannot be used as it is",
+    ExitCode.DATA: "rows, prepared data, a checkpoint or an export are wrong or damaged",
+    ExitCode.ENVIRONMENT: "the machine lacks something: disk, device, library, permission, network, a free lock",
+    ExitCode.MEMORY: "out of memory, predicted or real",
+    ExitCode.VERIFICATION: "an artifact was written or read and does not equal what it was made from",
+    ExitCode.DIVERGED: "training gave a loss or gradient that is not finite",
+    ExitCode.STOPPED: "stopped on purpose with a checkpoint: tuner resume RUN continues",
+    ExitCode.INTERRUPTED: "interrupted, with nothing new to resume from",
+}
+"""What each exit code of a command means."""
 
 
 @command("help")
@@ -33,7 +46,7 @@ def explained(words: list[str]) -> str:
         return help_text(words)
     name = words[0].lstrip("-").removesuffix(".").removesuffix(".*")
     if name == "exit-codes":
-        return "\n".join(f"{code:>3}  {text}" for code, text in EXIT_CODES.items())
+        return "\n".join(f"{int(code):>3}  {text}" for code, text in EXIT_CODES.items())
     if name == "recipe":
         return flags_of(None)
     if any(key.startswith(f"{name}.") for key in fields()):

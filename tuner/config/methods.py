@@ -81,7 +81,7 @@ _LOGGED = json.loads(Path(__file__).with_name("logged_figures.json").read_text(e
 
 def _logged(*names: str) -> Mapping[str, LoggedFigure]:
     """Figures of these names, by `logged_figures.json`: which value is the better one, and the heading."""
-    return {name: LoggedFigure(*_LOGGED[name]) for name in names}
+    return {name: LoggedFigure(**_LOGGED[name]) for name in names}
 
 
 _REWARDS = _logged("accuracy", "margin", "reward_chosen", "reward_rejected")
