@@ -278,13 +278,14 @@ def test_a_rate_that_no_step_survives_is_refused(kind: str, lr: int | str) -> No
     assert load_recipe(MINIMAL | {"optimizer": {"kind": "sgd", "lr": 2}}).recipe.optimizer.kind == "sgd"
 
 
-def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path) -> None:
+def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.config.paths import resolve_paths
     from tuner.config.tree import Problems, tree_of
 
     uses: list[object] = [{"use": "my_hooks.py:Notify"}, "../a/b.py:c", {"use": "installed_name"}, "/x/y.py:z"]
     tree = tree_of({"hooks": [*uses, "${CODE}/h.py:H"], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
-    resolve_paths(tree, Problems(), {"CODE": "/code"})
+    monkeypatch.setenv("CODE", "/code")
+    resolve_paths(tree, Problems())
     found = [item["use"] if isinstance(item, dict) else item for item in tree.plain()["hooks"]]
     expected = [f"{tmp_path}/my_hooks.py:Notify", f"{tmp_path.parent}/a/b.py:c", "installed_name", "/x/y.py:z"]
     assert found == [*expected, "/code/h.py:H"]

@@ -54,13 +54,13 @@ def whole_config(kind: str) -> PretrainedConfig:
     )
 
 
-def write_whole(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+def write_whole(directory: Path, kind: str) -> Path:
     """A whole checkpoint in several files, with a tokenizer, a processor's file and a tensor that no class reads."""
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(whole_config(kind), dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    model.to(dtype).save_pretrained(directory, max_shard_size="30KB")
+    model.save_pretrained(directory, max_shard_size="30KB")
     write_tokenizer(directory)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Siglip", "size": 8}\n')
     return directory

@@ -30,22 +30,21 @@ def recipes_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | None = None) -> None:
+def resolve_paths(tree: Node, problems: Problems) -> None:
     """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
-    environ = os.environ if environ is None else environ
     for path, node in tree.leaves():
         resolve = _RESOLVERS.get(_key_of(path))
         if resolve is None or not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
             continue
         if path == ("data", "eval") and is_split(node.value):
             continue
-        unset = [name for name in _VARIABLE.findall(node.value) if name not in environ]
+        unset = [name for name in _VARIABLE.findall(node.value) if name not in os.environ]
         if unset:
             problems.add(node.where, dotted(path), f"got {node.value!r}; the environment has no {unset[0]}")
             continue
-        text = _VARIABLE.sub(lambda match: environ[match[1]], node.value)
+        text = _VARIABLE.sub(lambda match: os.environ[match[1]], node.value)
         if text.startswith("~") and (text == "~" or text[1] == "/"):
-            text = environ.get("HOME", "~") + text[1:]
+            text = os.environ.get("HOME", "~") + text[1:]
         if is_url(text):
             _place(node, path, text, problems)
         else:
