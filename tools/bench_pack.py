@@ -214,7 +214,7 @@ def measure_scale(count: int, capacity: int) -> dict[str, Any]:
         counts = None
         if row_counts(path).exists():
             counts = np.memmap(row_counts(path), "<i8", "r", shape=(n_rows, len(COUNTS)))
-        rows = PackedRows(cast("Any", None), open_stream(path), capacity, counts=counts)
+        rows = PackedRows(cast("Any", None), open_stream(path), capacity, mapped=counts)
         batches, tokens = GlobalBatches(rows, seed=0, shuffle=True, global_batch_size=1024, micro_batch_size=1), 0
         seen = np.zeros(n_rows, dtype=np.bool_)
         for step in range(batches.steps_per_epoch):

@@ -127,18 +127,18 @@ def main() -> int:
         options.jobs = ["train", "resume"]  # the others save nothing
     with fork_server(), scratch() as directory:
         processes = 2 if options.part == "ranks" else 1
-        benches = {
-            case: Bench(directory / case, case, options.beside, processes, options.settings) for case in options.cases
-        }
-        for bench in benches.values():
-            bench.directory.mkdir()
+        benches = dict[str, Bench]()
+        for case in options.cases:
+            bench = benches[case] = Bench(directory / case, case, options.beside, processes, options.settings)
             bench.set_up()
         if options.list:
             print_points(benches)
             return 0
         started, verdicts = time.monotonic(), []
         for point in chosen(points_of(options.part, list(benches.values()), options), options):
+            began = time.monotonic()
             verdict = PARTS[options.part](benches[point.case], point)
+            verdict.ms = (time.monotonic() - began) * 1000
             verdicts.append(verdict)
             if verdict.problems or options.point is not None:
                 print(json.dumps(verdict.as_json()), flush=True)

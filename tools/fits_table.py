@@ -17,17 +17,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tools.commands import ROOT, asked, one_of, workplace
 from tools.tables import beside
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
+from tuner.profile import fit, search
 from tuner.profile.devices import find_device
-from tuner.profile.fit import fit, ways_of
+from tuner.profile.fit import Way, ways_of
 from tuner.profile.predict import Target, predict, predict_by_layers
 from tuner.profile.prediction import Prediction
-from tuner.profile.search import How
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.settled import changed
@@ -109,14 +110,17 @@ def cells() -> Iterator[Cell]:
                     yield from (Cell(model, method, length, memory, count) for memory in DEVICES)
 
 
-def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
-    """What fits in a cell, as plain values; other rows and adapters are other cells."""
-    recipe = cell.recipe(directory)
-    ways = [
-        way for way in ways_of(recipe)
-        if not way[0] and not way[1].last_resort and "model.quantize" not in way[1].values
-    ]  # fmt: skip
-    found = fit(recipe, cell.target(), ways=ways, how=how)
+def own_ways(recipe: Recipe) -> Iterator[Way]:
+    """Of the ways of a recipe those of its cell: other rows and adapters are other cells."""
+    for changes, tradeoff in ways_of(recipe):
+        if not changes and not tradeoff.last_resort and "model.quantize" not in tradeoff.values:
+            yield changes, tradeoff
+
+
+def figures_of(cell: Cell, directory: Path) -> dict[str, Any]:
+    """What fits in a cell, as plain values."""
+    with patch.object(fit, "ways_of", own_ways):
+        found = fit.fit(cell.recipe(directory), cell.target())
     best = found.choices[0]
     said = best.prediction
     return {
@@ -129,12 +133,12 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
 
 def run_group(group: list[Cell]) -> list[dict[str, Any]]:
     """The figures of cells that share predictions."""
-    how = How(Remembered(predict_by_layers), Remembered(predict))
-    with workplace() as name:
+    quick, whole = Remembered(predict_by_layers), Remembered(predict)
+    with patch.object(search, "predict_by_layers", quick), patch.object(search, "predict", whole), workplace() as name:
         lines = []
         for cell in group:
             began = time.monotonic()
-            lines.append(figures_of(cell, name, how))
+            lines.append(figures_of(cell, name))
             print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
             if cell.length in SHORT_ROWS and lines[-1]["fits"]:
                 break

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from tests.fixtures import processes
+from tests.fixtures.processes import run_ranks
 from tests.fixtures.spread import Spread, differences
 from tests.model.tiny import VOCAB
 from tools.commands import asked, workplace
@@ -54,7 +54,6 @@ def embeddings() -> Iterator[Spread]:
 def main() -> int:
     """Compare them; the exit code is 1 where one differs."""
     options = asked(__doc__, only=("", "cases whose name holds this alone"))
-    processes.TIMEOUT_S = 300.0
     chosen = [case for case in cases() if options.only in case.name]
     wrong = 0
     for case in chosen:
@@ -64,7 +63,7 @@ def main() -> int:
                 lines = differences(case, rank, place)
                 (place / f"found-{rank}").write_text("\n".join(lines))
 
-            codes = processes.run_ranks(case.processes, work, compare)
+            codes = run_ranks(case.processes, work, compare, timeout_s=300)
             files = sorted(work.glob("found-*"))
             lines = {line for file in files for line in file.read_text().splitlines()}
         is_wrong = bool(lines or any(codes))

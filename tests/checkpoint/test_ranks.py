@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.states import blank, equal, full_state
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
@@ -39,7 +40,7 @@ def spread(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def gathered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name: whole(value) for name, value in state.items()}
 
 
 @pytest.mark.parametrize("saved_at", [pytest.param(2, marks=pytest.mark.slow), 4])

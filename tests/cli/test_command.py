@@ -54,17 +54,7 @@ def test_a_document_says_it_all() -> None:
         "return Outcome('/a', artifacts={'n': Path('/b')}, metrics={'loss': 1.5, 'bad': float('nan')}, next='tuner x')"
     )
     value = document(run(body, "--json", "-v"))
-    assert value == {
-        "schema_version": 1,
-        "command": "test",
-        "status": "ok",
-        "exit_code": 0,
-        "artifacts": {"path": "/a", "n": "/b"},
-        "metrics": {"loss": 1.5, "bad": "nan"},
-        "warnings": [],
-        "next": "tuner x",
-        "error": None,
-    }
+    assert value == cases(__file__, "a_document")
 
 
 @pytest.mark.parametrize(("error", "code", "status"), cases(__file__, "errors_have_their_exit_codes"))

@@ -152,11 +152,8 @@ def test_wrong_keys_do_not_hide_wrong_files_and_names(tmp_path: Path) -> None:
     )
     done = tuner("config", "check", "r.yaml", "--train.duration", "long", "--json", cwd=tmp_path)
     problems = json.loads(done.stdout)["error"]["problems"]
-    assert [(problem["line"], problem["key"]) for problem in problems] == [
-        (1, "model.dtype"), (2, "data.train.0.path"), (2, "data.eval.0.path"), (3, "sed"),
-        (4, "train.global_batch_size"), (6, "tokenizer.chat_template"), (7, "adapter.target_modules"),
-        (7, "adapter.rank"), (None, "train.duration"),
-    ]  # fmt: skip
+    found = [[problem["line"], problem["key"]] for problem in problems]
+    assert found == cases(__file__, "problems_of_all_kinds")
 
 
 def test_flags_alone_can_be_a_recipe(tmp_path: Path) -> None:

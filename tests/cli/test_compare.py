@@ -49,9 +49,7 @@ def test_a_run_gives_the_scores_of_its_last_evaluation(place: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_directory_needs_no_recipe(
-    place: Path, export: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hugging_face_directory_needs_no_recipe(place: Path, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
     found = score_tasks(
         export, quiz.write(place / "tasks")[:2], output=place / "exported",

@@ -61,8 +61,7 @@ def scored(path: Path, recipe: Path | None = None, **flags: str) -> Score:
 
 
 def tuner(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    return commands.tuner(*words, cwd=place, stdin=stdin, code=code, **quiet)
+    return commands.tuner(*words, cwd=place, stdin=stdin, code=code, **commands.QUIET)
 
 
 def test_held_out_rows_that_are_not_those_of_the_run_are_refused(place: Path) -> None:

@@ -1,7 +1,6 @@
 """Real `tuner train` in two processes that it starts itself: a rank that fails, and a run that is stopped."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.caches import new_cache
 from tests.fixtures import forked, trainings
+from tests.fixtures.commands import environment
 from tuner.checkpoint.open import newest
 
-ROOT = Path(__file__).resolve().parents[2]
 # Imported by every Python of the test: a data error in the seventh step of rank 1.
 SPOILED = """
 import os
@@ -36,13 +34,7 @@ def start(directory: Path, *words: str, before: str = "") -> subprocess.Popen[st
     return forked.Popen(
         [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags, *words],
         cwd=directory,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{before}:{ROOT}" if before else str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-            "TUNER_CACHE": str(new_cache(directory / "cache")),
-        },
+        env=environment(directory, PYTHONPATH=f"{before}:{forked.ROOT}"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,25 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fixtures.commands import tuner
+from tests.fixtures.tables import cases
 from tests.model.tiny import family_config
 from tuner.cli.work.prove import _outcome, table
 from tuner.prove.compare import LayoutProof
 from tuner.prove.prove import Proven
 
-EQUAL = {
-    "loss": 1e-7, "grad_norm": 2e-7, "gradients": 3e-7, "weights": 4e-7, "copies": 0.0, "saved": 0.0, "resumed": 0.0
-}  # fmt: skip
-RECIPE = """\
-model: {name_or_path: ./model, init: random}
-tokenizer: {name_or_path: byte}
-data: {train: rows.jsonl, max_length: 64}
-train: {global_batch_size: 8, micro_batch_size: 8}
-parallel: {processes: 2, shard: none}
-"""
+EQUAL: Any = cases(__file__, "equal")
+RECIPE: Any = cases(__file__, "recipe")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.commands import document, tuner
+from tests.fixtures.tables import cases
 from tuner.api.training import prepare_data
 from tuner.cli.work.schedule import drawing, figures, planned_schedule
 from tuner.config.dump import recipe_dict
@@ -59,11 +60,7 @@ def test_the_curve_its_axes_and_its_turns(tmp_path: Path) -> None:
     assert not {10, 30, 60} & bottom
     table = [line.split() for line in lines[lines.index("") + 1 :]]
     assert table[0] == ["step", "lr", "adamw_lr", "groups.0.lr"]
-    assert table[1:4] == [
-        ["0", "0", "0", "0", "start"],
-        ["1", "4e-06", "4e-06", "1e-07", "first", "step"],
-        ["100", "0.0004", "0.0004", "1e-05", "warm-up", "ends"],
-    ]
+    assert table[1:4] == cases(__file__, "first_rows")
     assert ["1,000", "0", "0", "0", "fall", "ends"] in table
     assert table[-1] == ["4,000", "0", "0", "0", "fall", "ends,", "last", "step"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.caches import new_cache
 from tests.fixtures import forked, trainings
+from tests.fixtures.commands import environment
 from tests.fixtures.tables import cases
 from tuner.config.shipped import shipped_scripts
 
@@ -95,17 +95,8 @@ def test_the_job_asks_for_its_signal_and_may_be_requeued() -> None:
 def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 2)
     calls = tmp_path / "calls"
-    env = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TUNER_CACHE": str(new_cache(tmp_path / "cache")),
-        "CALLS": str(calls),
-        "SLURM_JOB_ID": str(os.getpid()),
-    }
+    own = {"GLOO_SOCKET_IFNAME": "lo", "CALLS": str(calls), "SLURM_JOB_ID": str(os.getpid())}
+    env = environment(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", **own)
     words = ["bash", str(SCRIPT), "r.yaml", "--train.stop_after", "2 steps", "--logging.level", "info"]
     with forked.as_words() as (python, handle):
         put_on_path(tmp_path, srun=PROGRAMS["srun"], tuner=f'#!/bin/bash\nexec {shlex.join(python)} -m tuner "$@"\n')

@@ -18,6 +18,7 @@ import pytest
 from tests.fixtures import commands, trainings
 from tests.fixtures.store_proxy import Request, proxied
 from tests.fixtures.store_servers import Server, serving
+from tests.fixtures.tables import cases
 from tests.multi.launcher import bound_listener, open_store, rank_environment
 from tuner.runtime.files import read_json
 from tuner.stores.directory import StoreDirectory
@@ -36,7 +37,7 @@ def led_to_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment(server: Server, cache: Path) -> dict[str, str]:
-    return {"TUNER_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **server.environment()}
+    return {"TUNER_CACHE": str(cache), **commands.QUIET, **server.environment()}
 
 
 def wait_for_step(process: subprocess.Popen[bytes], url: str, step: int) -> None:
@@ -57,16 +58,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_is_resumed_without_its_stage_and_exported(
-    server: Server, tmp_path: Path, processes: int
-) -> None:
+def test_a_killed_run_is_resumed_without_its_stage_and_exported(server: Server, tmp_path: Path, processes: int) -> None:
     trainings.prepare(tmp_path, processes)
     own, url = environment(server, tmp_path / "cache"), server.url(f"runs/{processes}")
     flags = ["--train.duration", "200 steps", "--parallel.processes", str(processes)]
     commands.tuner("train", "r.yaml", "--output_dir", "plain", *flags, cwd=tmp_path, code=0, **own)
     command = [sys.executable, "-m", "tuner", "train", "r.yaml", "--output_dir", url, *flags]
-    root = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **own, "PYTHONPATH": root})
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **own})
     try:
         wait_for_step(process, url, 8)
         another = environment(server, tmp_path / "another")
@@ -113,8 +111,7 @@ def test_rows_of_a_bucket_are_trained_on_through_faults_and_kills(server: Server
     with proxied(server.port, choose) as proxy:
         other = {**environment(server, tmp_path / "b"), **server.environment(proxy.port)}
         command = [sys.executable, "-m", "tuner", "train", "r.yaml", "--output_dir", "faults", *flags]
-        root = str(Path(__file__).resolve().parents[2])
-        process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **other, "PYTHONPATH": root})
+        process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **other})
         assert process.wait() == -signal.SIGKILL
         done = commands.tuner("resume", "faults", cwd=tmp_path, code=0, **other)
     assert asked > 8 and proxy.happened, done.stderr
@@ -163,13 +160,7 @@ def stages_of(directory: Path, url: str) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "killed", "emptied"),
-    [
-        ("put", (0, 1), ()), ("put", (0, 1), (0, 1)), ("put", (0,), (1,)), ("put", (1,), (0,)),
-        ("commit", (0, 1), ()), ("commit", (0, 1), (0,)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("at", "killed", "emptied"), cases(__file__, "killed_and_emptied"))
 def test_machines_without_a_common_disk_resume_one_run(
     server: Server, unbroken: dict[str, Any], tmp_path: Path, at: str, killed: tuple[int, ...], emptied: tuple[int, ...]
 ) -> None:
@@ -208,9 +199,7 @@ def test_machines_without_a_common_disk_resume_one_run(
 
 
 @pytest.mark.slow
-def test_one_machine_resumes_what_two_began_and_two_what_one_did(
-    server: Server, tmp_path: Path
-) -> None:
+def test_one_machine_resumes_what_two_began_and_two_what_one_did(server: Server, tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 2)
     url, other = server.url("machines/counts"), environment(server, tmp_path / "cache-1")
     where = ["--output_dir", url, "--train.duration", "30 steps"]

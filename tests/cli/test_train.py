@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.caches import new_cache
 from tests.fixtures import commands, forked, trainings
 from tests.fixtures.tables import cases
 from tuner.checkpoint.open import newest
@@ -21,13 +20,10 @@ from tuner.cli.work.train import outcome_of
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
 from tuner.run.options import RunResult
-from tuner.rundir.exports import APART
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
 from tuner.setup.resolve import resolve
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -58,14 +54,7 @@ def stopped(stopped_once: Path) -> Path:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "TUNER_CACHE": str(new_cache(directory / "cache")),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    return commands.environment(directory, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def tuner(directory: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -269,14 +258,7 @@ def test_two_launches_on_one_run_have_one_winner(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "facts", "said", "export"),
-    [
-        (2, {}, " · best 1.453 at step 2 · next: tuner export-hf r --step best", "tuner export-hf r --step best"),
-        (6, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
-        (None, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
-        (None, {APART: True}, " · next: tuner export-hf r --adapter keep", "tuner export-hf r --adapter keep"),
-        (None, None, " · next: tuner runs show r", "tuner runs show r"),  # it saved nothing that could be exported
-    ],
+    ("best", "facts", "said", "export"), cases(__file__, "the_end_of_a_run_proposes_an_export_that_it_can_have")
 )
 def test_the_end_of_a_run_proposes_an_export_that_it_can_have(
     best: int | None,

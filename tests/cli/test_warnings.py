@@ -6,11 +6,13 @@ import json
 import re
 import shutil
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.contracts.syntax import PACKAGE, modules, nodes, trees, walk
 from tests.fixtures.damaged import RUN, Place, Said
+from tests.fixtures.tables import cases
 
 HOOK = """
 import logging, threading, warnings
@@ -108,12 +110,7 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 
 # Where a warning begins: what is called, as it is written. Each is the console's, or a parameter that is given it.
 CONSOLES = {"console", "self.console", "self._console"}
-PARAMETERS = {
-    "warn": {"checkpoint/open.py", "rundir/model_path.py", "rundir/origin.py", "export/source.py"},
-    "warnings.warn": {"model/flash_versions.py"},  # Python's, which the console hears of while it trains
-    "self.warn": {"run/tasks/export_process.py"},
-    "self._warn": {"run/tasks/trackers/outbox.py", "profile/watch.py"},
-}
+PARAMETERS: Any = cases(__file__, "parameters")
 GIVEN = {"console.warn", "self.console.warn", "self.warn", "warn", "ignore_warning", "hear"}
 """What is passed on as such a parameter."""
 
@@ -137,14 +134,11 @@ def test_every_place_that_warns_does_so_through_the_console_or_the_outcome() -> 
         if called.endswith(".warn") and called.removesuffix(".warn") in CONSOLES:
             places[name] += 1
         elif called:
-            assert name in PARAMETERS.get(called, set()), f"{name}:{call.lineno} warns past the console: {called}"
+            assert name in PARAMETERS.get(called, ()), f"{name}:{call.lineno} warns past the console: {called}"
         for keyword in call.keywords:
             if keyword.arg in ("warn", "warned"):
                 assert ast.unparse(keyword.value) in GIVEN, f"{name}:{call.lineno} gives {ast.unparse(keyword.value)}"
-    assert places.keys() >= {
-        "data/building/documents.py", "run/tasks/export.py", "profile/watch.py", "run/status.py",
-        "run/preflight.py", "run/tasks/save.py", "run/verify.py",
-    }  # fmt: skip
+    assert places.keys() >= set(cases(__file__, "they_warn"))
     assert sum(places.values()) >= 15
 
 

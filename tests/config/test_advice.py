@@ -60,9 +60,7 @@ def test_the_answer_is_what_to_write(more: dict[str, Any], expected: str) -> Non
     assert expected in problem(more)
 
 
-ODD: tuple[Any, ...] = (
-    None, True, 0, -1, 0.5, "word", "0.5,0.5", [1], [], {"a": 1}, [{"a": [1]}], {"_component_": "a.B"},
-)  # fmt: skip
+ODD: tuple[Any, ...] = cases(__file__, "odd")
 
 
 def test_no_value_of_any_type_is_too_odd_for_a_key_of_another_tool() -> None:
@@ -91,15 +89,7 @@ def test_a_share_without_its_sign_is_asked_for_as_percent(field: Field) -> None:
 
 
 def test_one_may_stand_for_a_list_of_one() -> None:
-    recipe = load_recipe(
-        MINIMAL
-        | {
-            "logging": {"trackers": "wandb", "tags": "first"},
-            "adapter": {"kind": "lora", "target_modules": "q_proj", "modules_to_save": "lm_head"},
-            "checkpoint": {"marks": "5 steps"},
-            "profile": {"steps": 3},
-        }
-    ).recipe
+    recipe = load_recipe(MINIMAL | cases(__file__, "lists_of_one")).recipe
     assert (recipe.logging.trackers, recipe.logging.tags) == (("wandb",), ("first",))
     assert recipe.adapter.model_dump()["target_modules"] == ["q_proj"]
     assert (str(recipe.checkpoint.marks[0]), recipe.profile.steps) == ("5 steps", (3,))

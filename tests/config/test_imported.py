@@ -95,20 +95,13 @@ def test_a_word_for_the_whole_training_is_its_method(text: str, kind: str) -> No
     assert import_text(f"model_name_or_path: a/b\ndataset_name: o/s\n{text}\n", "c.yaml").recipe.method.kind == kind
 
 
-ANCHORS = """\
-base_model: a/b
-micro_batch_size: 1
-set: &set {path: r.jsonl, type: alpaca, split: "train[:10]"}
-datasets: [*set, {<<: *set, path: s.jsonl}]
-learning_rate: &rate 3e-5
-"""
+ANCHORS: Any = cases(__file__, "anchors")
 
 
 def test_anchors_and_merged_mappings_of_other_tools_are_read() -> None:
     found = import_text(ANCHORS, "c.yaml")
-    assert [(Path(source.path).name, source.format) for source in found.recipe.data.train] == [
-        ("r.jsonl", "alpaca"), ("s.jsonl", "alpaca"),
-    ]  # fmt: skip
+    sources = [(Path(source.path).name, source.format) for source in found.recipe.data.train]
+    assert sources == [("r.jsonl", "alpaca"), ("s.jsonl", "alpaca")]
     assert found.recipe.optimizer.lr == 3e-5
 
 
@@ -172,16 +165,12 @@ def test_a_builder_of_torchtune_names_the_form_and_the_columns(
 
 
 def test_llama_factorys_table_of_data_sets_is_read(tmp_path: Path) -> None:
-    listed = {
-        "own": {"file_name": "own.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-        "other": {"hf_hub_url": "owner/other", "columns": {"prompt": "ask", "response": "say"}},
-    }
+    listed = cases(__file__, "data_sets_of_llama_factory")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     own, other = imported("llama-factory", tmp_path).recipe.data.train
-    assert (Path(own.path).name, own.format, own.columns, own.count) == (
-        "own.json", "sharegpt", {"conversations": "talk"}, 500,
-    )  # fmt: skip
+    assert (Path(own.path).name, own.format, own.count) == ("own.json", "sharegpt", 500)
+    assert own.columns == {"conversations": "talk"}
     assert (other.path, other.format) == ("owner/other:train", "alpaca")
     assert other.columns == {"instruction": "ask", "output": "say"}
 
@@ -210,20 +199,7 @@ def test_a_configuration_that_is_taken_for_a_recipe_is_answered_with_import(tmp_
     assert caught.value.hint is None
 
 
-SCRIPT = """\
-#!/bin/bash
-# two cards
-export MODEL=./base
-NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 \\
-swift sft \\
-    --model ${MODEL} \\
-    --tuner_type full --learning_rate 2e-5 \\
-    --dataset 'owner/first#500' \\
-              own.jsonl \\
-    --max_length=512 --packing true \\
-    --output_dir "${OUT:-out}/run" 2>&1 | tee log.txt
-swift infer --adapters out
-"""
+SCRIPT: Any = cases(__file__, "script")
 """Variables, a default of one, values on several lines, `--key=value`, a pipe, and a command of another kind."""
 
 
@@ -231,10 +207,7 @@ def test_the_command_of_a_script_is_read() -> None:
     found = import_text(SCRIPT, "train.sh")
     assert found.tool == "ms-swift" and 'name_or_path: "./base" ' in found.text and "output_dir: out/run " in found.text
     own = flatten(recipe_dict(found.recipe))
-    expected = {
-        "adapter.kind": "none", "optimizer.lr": 2e-5, "data.max_length": 512, "data.packing": "auto",
-        "train.micro_batch_size": 1, "train.global_batch_size": 16,
-    }  # fmt: skip
+    expected = cases(__file__, "read_of_a_script")
     assert {key: own[key] for key in expected} == expected
     assert [Path(source.path).name for source in found.recipe.data.train] == ["first:train", "own.jsonl"]
 
@@ -260,17 +233,7 @@ def test_a_script_without_a_training_that_is_here_is_refused(text: str, message:
 
 
 def test_a_mixture_of_trl_names_its_data_sets_and_what_is_lost() -> None:
-    text = """\
-model_name_or_path: a/b
-dataset_mixture:
-  datasets:
-    - {id: c/d, config: default, split: train_sft, columns: [messages], weight: 1.0}
-    - {id: e/f, split: train, weight: 0.5}
-  test_split_size: 1000
-  seed: 0
-chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-assistant_only_loss: true
-"""
+    text = cases(__file__, "a_mixture_of_trl")
     found = import_text(text, "mixture.yaml")
     assert [source.path for source in found.recipe.data.train] == ["c/d:train_sft", "e/f:train"]
     left = {item.partition(": ")[0] for item in found.left}

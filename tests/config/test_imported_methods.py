@@ -13,11 +13,7 @@ from tuner.errors import RecipeError
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: [{path: r.jsonl, type: chatml.intel}]\n"
 FACTORY = "model_name_or_path: a/b\nfinetuning_type: lora\ncutoff_len: 512\ndataset: own.json\n"
 TRL = "model_name_or_path: a/b\ndataset_name: o/s\nmax_length: 512\n"
-TORCHTUNE = """\
-model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b}
-dataset: {_component_: torchtune.datasets.stack_exchange_paired_dataset}
-loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.2, label_smoothing: 0}
-"""
+TORCHTUNE: Any = cases(__file__, "torchtune")
 SWIFT = "model: a/b\nrlhf_type: %s\ndataset: [own.jsonl]\nmax_length: 512\ntuner_type: lora\n"
 
 

@@ -95,14 +95,7 @@ def test_a_flag_that_belongs_to_an_item_is_answered_with_one_that_loads(flag: st
 
 
 def test_a_source_has_columns_and_a_share(tmp_path: Path) -> None:
-    text = """model: {name_or_path: a/b}
-data:
-  train:
-    - {path: a.jsonl, columns: {prompt: question, messages: chat.turns}, count: 10K}
-    - {path: b.jsonl, weight: 150%}
-  cache_dir: cache
-  workers: 4
-"""
+    text = cases(__file__, "columns_and_a_share")
     loaded = written(tmp_path, text, ("data.train.1.columns", "{text: body}"))
     data = loaded.recipe.data
     assert data.train[0].columns == {"prompt": "question", "messages": "chat.turns"}
@@ -134,26 +127,11 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
     text = (
         "model: {name_or_path: a/b}\ndata: {train: a.jsonl, eval: 5%}\noptimizer: {lr: 1e-4}\nadapter: {kind: lora}\n"
     )
-    loaded = written(
-        tmp_path,
-        text,
-        ("optimizer.lr", "null"),
-        ("data.train.0.format", "text"),
-        ("data.train.1.path", "b.jsonl"),
-        ("adapter.r", "2^3"),
-        ("adapter.target_modules", "[q_proj, v_proj]"),
-        ("checkpoint.every", "[100 steps, 5 min]"),
-        ("train.micro-batch-size", "4"),
-        ("name", "2026"),
-        ("data.eval", "null"),
-        ("model.config.rope_theta", "1e4"),
-    )
+    loaded = written(tmp_path, text, *cases(__file__, "flags"))
     recipe = loaded.recipe
     assert recipe.optimizer.lr == "auto"
-    assert [(Path(source.path).name, source.format) for source in recipe.data.train] == [
-        ("a.jsonl", "text"),
-        ("b.jsonl", "auto"),
-    ]
+    data = [(Path(source.path).name, source.format) for source in recipe.data.train]
+    assert data == [("a.jsonl", "text"), ("b.jsonl", "auto")]
     assert recipe.adapter.model_dump()["r"] == 8
     assert recipe.adapter.model_dump()["target_modules"] == ["q_proj", "v_proj"]
     assert [str(item) for item in recipe.checkpoint.every or ()] == ["100 steps", "5 min"]
@@ -300,13 +278,14 @@ def test_a_rate_that_no_step_survives_is_refused(kind: str, lr: int | str) -> No
     assert load_recipe(MINIMAL | {"optimizer": {"kind": "sgd", "lr": 2}}).recipe.optimizer.kind == "sgd"
 
 
-def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path) -> None:
+def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.config.paths import resolve_paths
     from tuner.config.tree import Problems, tree_of
 
     uses: list[object] = [{"use": "my_hooks.py:Notify"}, "../a/b.py:c", {"use": "installed_name"}, "/x/y.py:z"]
     tree = tree_of({"hooks": [*uses, "${CODE}/h.py:H"], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
-    resolve_paths(tree, Problems(), {"CODE": "/code"})
+    monkeypatch.setenv("CODE", "/code")
+    resolve_paths(tree, Problems())
     found = [item["use"] if isinstance(item, dict) else item for item in tree.plain()["hooks"]]
     expected = [f"{tmp_path}/my_hooks.py:Notify", f"{tmp_path.parent}/a/b.py:c", "installed_name", "/x/y.py:z"]
     assert found == [*expected, "/code/h.py:H"]

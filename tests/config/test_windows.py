@@ -11,13 +11,7 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 
-BASE = """\
-model: {name_or_path: owner/name}
-train: {duration: 20 steps}
-data:
-  train: logs
-  windows: {files: 1}
-"""
+BASE: Any = cases(__file__, "base")
 NAMED = BASE.replace("{files: 1}", "{names: [a, b]}").replace("train: logs", "train: 'logs/{window}.jsonl'")
 OPEN = BASE.replace("duration: 20 steps", "duration: 1 epoch")
 CONSTANT = OPEN + "schedule: {kind: constant, warmup: 2 steps}\n"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.contracts.syntax import nodes, trees
+from tests.fixtures.tables import cases
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -158,33 +159,12 @@ def test_arguments_have_names() -> None:
     assert len(of_package().methods) > 500
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(around: tuple[Console, bool]) -> None: ...",
-        "def f(*, around: tuple[Console, bool] | None = None) -> None: ...",
-        "def f(around: Annotated[tuple[int, str], 1]) -> None: ...",
-        "class A:\n    def f(self, pair: tuple[int, float]) -> None: ...",
-        "def f(a, b): ...\ndef g(x): f(*x)",
-        "def f(a, b, c): ...\ndef g(x): f(1, *x)",
-        "class A:\n    a: int\n    b: str\ndef g(x): A(*x)",
-    ],
-)
+@pytest.mark.parametrize("code", cases(__file__, "the_reader_finds"))
 def test_the_reader_finds(code: str) -> None:
     assert checked(code)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(bounds: tuple[int, int], names: tuple[str, ...], rows: list[tuple[int, str]]) -> tuple[int, str]: ...",
-        "def f(a, *more): ...\ndef g(x): f(*x)",
-        "def f(a, b): ...\ndef g(x): f(1, *x)",
-        "def g(x): print(*x)",
-        "def f(a, b): ...\ndef g(*x): f(*x)",
-        "def f(a, b): ...\ndef g(ctx): f(*ctx.saved_tensors)",
-    ],
-)
+@pytest.mark.parametrize("code", cases(__file__, "the_reader_allows"))
 def test_the_reader_allows(code: str) -> None:
     assert not checked(code)
 

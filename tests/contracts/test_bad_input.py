@@ -22,26 +22,16 @@ for _field in fields().values():
     SECTIONS.setdefault(_field.key.partition(".")[0], []).append(_field)
 HERE = Path("/where/relative/paths/start")
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
-NEEDS: dict[tuple[str, str], dict[str, object]] = {
-    ("optimizer", "sgd"): {"lr": 0.1},
-    ("optimizer", "custom"): {"use": "my.py:Lion", "lr": 0.1},
-    ("schedule", "wsd_s"): {"periods": "9 steps"},
-    ("schedule", "custom"): {"use": "my.py:triangle"},
-    ("method", "custom"): {"use": "my.py:loss"},
-    ("method", "distill"): {"teacher": "owner/teacher"},
-}
-"""Keys that a kind of a section asks for."""
+NEEDS: Any = cases(__file__, "needs")
+"""By section and kind, keys that it asks for."""
 WRONG_ITEMS: Any = cases(__file__, "wrong_items")
 """Lists of sections that are wrong."""
 ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every", "health.slow_rank", "notify.events",
          "notify.timeout", "prober.gradients", "adapter.config")  # fmt: skip
 """Keys that no other tool has anything like, with the beginnings of such."""
-MAY_BE_EMPTY = {
-    "eval.tasks", "hooks", "ladder.sizes", "model.init_from", "optimizer.groups", "optimizer.rows",
-    "tokenizer.add_tokens", "train.batch_schedule",
-}  # fmt: skip
+MAY_BE_EMPTY = set(cases(__file__, "may_be_empty"))
 VALID = {"eval.every": "never", "schedule.periods": "9 steps", "adapter.config": "{peft_type: IA3}"}
-VALID |= {f"{s}.use": "my.py:own" for s, _ in NEEDS}
+VALID |= {f"{s}.use": "my.py:own" for s in NEEDS}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 
@@ -60,7 +50,7 @@ def base(without: str = "") -> dict[str, object]:
             continue
         kind = field.kinds[0] if field is not None and field.kinds and field.section == section else usual
         if without != f"{section}.kind":
-            required = NEEDS.get((section, kind), {})
+            required = NEEDS.get(section, {}).get(kind, {})
             recipe[section] = {"kind": kind} | {k: v for k, v in required.items() if without != f"{section}.{k}"}
     return dict(recipe)
 
@@ -236,11 +226,7 @@ def test_another_tools_name_is_answered_with_ours(key: str) -> None:
 def test_items_of_sources_are_checked_too() -> None:
     text = "model: {name_or_path: a/b}\ndata:\n  train:\n    - {path: x, fromat: text}\n    - {path: y, format: tex}\n"
     lines = problems(text)
-    assert lines == (
-        "r.yaml:4:17  data.train.0.fromat  unknown; did you mean data.train.0.format?",
-        "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or sharegpt or alpaca or "
-        "prompt_completion or text or tokens; did you mean text?",
-    )
+    assert lines == tuple(cases(__file__, "problems_of_items"))
 
 
 @pytest.mark.parametrize(("item", "expected"), cases(__file__, "a_hook_is_checked"))
@@ -277,49 +263,14 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    text = """model: {name_or_path: a/b, dtyp: fp32}
-data: {train: x, sequence_len: 5}
-train: {duration: 200, micro_batch_size: 3}
-eval: {every: 5 steps}
-adapter: {r: 5}
-schedule: {kind: cosin, min_lr_ratio: 5}
-"""
+    text = cases(__file__, "problems_of_many_keys")
     lines = problems(text)
-    for key in (
-        "model.dtyp",
-        "data.sequence_len",
-        "train.duration",
-        "train.micro_batch_size",
-        "eval.every",
-        "adapter.r",
-    ):
+    for key in cases(__file__, "keys_with_problems"):
         assert sum(f"  {key}  " in line for line in lines) == 1, (key, lines)
     assert len(lines) == 8
 
 
-SAMPLE = [
-    (["config", "check", "r.yaml", "--optimizer.learning_rate", "3e-4"], "write --optimizer.lr 0.0003"),
-    (["config", "check", "--train.duration", "200", "r.yaml"], "200 what? write 200 epochs, 200 steps or 200 tokens"),
-    (["config", "check", "r.yaml", "--optimizer.lr"], "needs a value"),
-    (["config", "check", "nowhere.yaml"], "no recipe nowhere.yaml"),
-    (["config", "check"], "tuner init"),
-    (["config", "chek", "r.yaml"], "check"),
-    (
-        ["config", "check", "r.yaml", "--learning_rate", "3e-4"],
-        "flag --learning_rate  unknown; write --optimizer.lr 0.0003",
-    ),
-    (["train", "r.yaml", "--per-device-train-batch-size", "4"], "write --train.micro_batch_size 4"),
-    (["train", "r.yaml", "--optimizer", "adamw"], "a section; write --optimizer."),
-    (["train", "r.yaml", "--seeed", "4"], "did you mean --seed?"),
-    (["train", "r.yaml", "--version", "2"], "flag --version 2  got 2; allowed: 1"),
-    (["train", "r.yaml", "--jsn"], "--json"),
-    (["config", "check", "r.yaml", "--bogus"], "flag --bogus  unknown; a recipe has version"),
-    (["train", "r.yaml", "--lora_r", "8"], "write --adapter.kind lora --adapter.r 8"),
-    (["train", "r.yaml", "--model", "a/c"], "write --model.name_or_path a/c"),
-    (["recipes", "show", "smolm2_sft_cpu"], "smollm2_sft_cpu"),
-    (["trian"], "train"),
-    (["init", "-m", "a/b"], "--data"),
-]
+SAMPLE: Any = cases(__file__, "real_commands")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 import tuner
 from tests.contracts.syntax import ROOT, trees
 from tests.contracts.test_language import shown
+from tests.fixtures.tables import cases
 from tuner.cli.app import help_text
 from tuner.errors import TunerError
 
@@ -224,9 +225,6 @@ def test_python_blocks_use_the_api_as_it_is() -> None:
 
 
 def test_pieces() -> None:
-    assert pieces("tuner train r.yaml --json | tuner export-hf - > out  # a note") == [
-        "tuner train r.yaml --json",
-        "tuner export-hf -",
-    ]
+    assert pieces("tuner train r.yaml --json | tuner export-hf - > out  # a note") == cases(__file__, "pieces")
     assert pieces("torchrun --nproc-per-node 2 --no-python tuner train r.yaml") == ["tuner train r.yaml"]
     assert pieces("make test") == []

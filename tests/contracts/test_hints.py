@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.contracts.syntax import modules, nodes, trees, walk
+from tests.fixtures.tables import cases
 from tuner.config.fields import fields, find, item_fields
 from tuner.config.recipe import ITEMS
 from tuner.config.tree import Problems
@@ -123,17 +124,7 @@ def test_every_key_that_a_text_gives_a_value_takes_it() -> None:
     assert {text.where: wrong for text in TEXTS if (wrong := refused(text.said))} == {}
 
 
-@pytest.mark.parametrize(
-    ("said", "wrong"),
-    [
-        ("write train.precision: bf32", ["train.precision: bf32"]),
-        ("set optimizer.rate: 1e-4, or lower it", ["optimizer.rate"]),
-        ("such as [1], profile.steps: [ten]", ["profile.steps: [ten]"]),
-        ("write model.init: random to train from nothing", []),
-        ("write train.stop_after: N steps", []),
-        ("train.compile: layers are compiled for rows of one size", []),
-    ],
-)
+@pytest.mark.parametrize(("said", "wrong"), cases(__file__, "a_key_or_value_that_is_not_there_is_found"))
 def test_a_key_or_value_that_is_not_there_is_found(said: str, wrong: list[str]) -> None:
     assert refused(said) == wrong
 

@@ -6,8 +6,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tests.contracts.syntax import ROOT, nodes, trees
+from tests.fixtures.tables import cases
 
 BASE = {"errors", "stages", "config", "runtime"}
 MATHS = BASE | {"data", "model", "parallel"}
@@ -54,21 +56,12 @@ HEAVY_MODULES = {f"tuner.runtime.{name}" for name in _WITH_TORCH}
 WORK = "tuner.cli.work."
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
-RESOLVED_IN = (
-    "run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export", "run.status",
-    "run.tasks.launch_tasks",
-)
+RESOLVED_IN: Any = cases(__file__, "resolved_in")
 ASKED_FOR = "tuner.run.parts."
 """Each says what in a recipe asks for it."""
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
 # What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.
-INSTRUMENTS = {
-    "tuner.run.tasks.record": "profile",
-    "tuner.run.measure": "profile",
-    "tuner.run.settle": "profile",
-    "tuner.run.tasks.export": "export",
-    "tuner.run.score_gguf": "export",
-}
+INSTRUMENTS: Any = cases(__file__, "instruments")
 
 
 def part(module: str) -> str:

@@ -7,36 +7,16 @@ help, hints, messages, and what HTML pages show. Docstrings and comments speak t
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.contracts.syntax import PACKAGE, ROOT, modules, trees, walk
+from tests.fixtures.tables import cases
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DRAWN = sorted(PACKAGE.rglob("*.html"))
-PHRASES = {
-    r"\b(?:go|goes|going|went|gone) on\b": "continue, resume",
-    r"\bbehind\b": "after",
-    r"\b(?:anew|afresh)\b": "again, from the start; is reset",
-    r"\bmend(?:s|ed|ing)?\b": "fix",
-    r"\bbeside\b": "next to, with, in addition to",
-    r"\btold\b": "notified, given; recognised by",
-    r"\bwish(?:es|ed)?\b": "want",
-    r"\b(?:to be|be|are) had\b": "available",
-    r"\bfor granted\b": "assumed",
-    r"\barithmetic\b": "FLOPs, computation",
-    r"\bpromille\b": "0.1 %",
-    r"\bshall\b": "should, must",
-    r"\ball(?: \w+)? together\b": "in total; at once",
-    r"\bwhat cannot learn\b": "a setup that cannot overfit one batch has a bug",
-    r"\bwho reads\b": "a reader that",
-    r"\bsays nothing\b": "is ignored",
-    r"\bleast severe\b": "minimum log level",
-    r"\blengths apart\b": "a magnitude per row",
-    r"\bdivides? into the workers\b": "forks the workers",
-    r"(?<!divided )\bby the rate of\b": "divided by",
-    r"\bthe loss is the one that\b": "the loss equals",
-}
+PHRASES: Any = cases(__file__, "phrases")
 """What is not written, and what is meant by it."""
 ANY = re.compile("|".join(PHRASES), flags=re.IGNORECASE)
 CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", flags=re.MULTILINE | re.DOTALL)
@@ -101,28 +81,7 @@ def test_what_the_program_says_is_english() -> None:
     assert {name: phrases for name, phrases in found.items() if phrases} == {}, "see PHRASES for what to write"
 
 
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "trains on the first batch: what cannot learn that cannot learn",
-        "dora its rows' lengths apart, too",
-        "Least severe messages shown.",
-        "User code that is told how the run goes on",
-        "mend the row",
-        "who reads some tensors checks those",
-        "Each begins behind the step of the checkpoint",
-        "the schedule begins anew",
-        "lower it where a hanging rank shall cost less",
-        "the key then says nothing",
-        "On the number of processes of the training, the loss is the one that the log holds",
-        "off by more than a promille",
-        "then divides into the workers",
-        "the arithmetic of a step by the rate of one large product",
-        "where others are to be had",
-        "600 MiB are taken for granted",
-        "of all launches together",
-    ],
-)
+@pytest.mark.parametrize("sentence", cases(__file__, "what_reads_as_translated_is_found"))
 def test_what_reads_as_translated_is_found(sentence: str) -> None:
     assert findings(sentence)
 

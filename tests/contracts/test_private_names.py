@@ -5,21 +5,20 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contracts.syntax import modules, nodes, trees
 from tests.fixtures import forked
+from tests.fixtures.tables import cases
 
 ADAPTERS = {"tuner.runtime.torch_private", "tuner.model.transformers_private"}
 LIBRARIES = ("torch", "transformers")
 # All of transformers that is imported outside its adapter; anything deeper has no promise.
 PROMISED = {"transformers", "transformers.utils"}
 # Of nn.Module, which subclasses share with it, of peft's layers, of namedtuple, and of the interpreter.
-OTHERS = {
-    "_parameters", "_buffers", "_modules", "_cache_clear", "_cast_input_dtype", "_disable_adapters", "_replace",
-    "_exit",
-}  # fmt: skip
+OTHERS = set(cases(__file__, "others"))
 
 
 def private_parts(name: str) -> bool:
@@ -48,14 +47,7 @@ def test_private_names_are_in_the_adapters_alone() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo", "from torch._C import _profiler", "from torch import _foreach_norm",
-        "torch.utils._pytree.tree_leaves", "x = torch.ops.aten._grouped_mm.default", "storage._cdata",
-        "from transformers.core_model_loading import revert_weight_conversion", "config._attn_implementation = None",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", cases(__file__, "a_private_name_is_seen"))
 def test_a_private_name_is_seen(line: str) -> None:
     assert list(private_names(ast.parse(f"def f() -> None:\n    {line}")))
     assert not list(private_names(ast.parse("from torch import nn\nself._names = tuple(x)\ny._names")))
@@ -110,12 +102,7 @@ for words in json.loads(sys.argv[1]):
     except SystemExit as end:
         print("ended with", end.code, file=sys.stderr, flush=True)
 """
-RECIPE = """
-model: {name_or_path: ./base, init: random}
-tokenizer: {name_or_path: byte}
-data: {train: rows.jsonl, max_length: 64}
-train: {duration: 2 steps, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
-"""
+RECIPE: Any = cases(__file__, "recipe")
 
 
 def test_training_goes_on_without_them_and_profile_says_what_is_missing(
@@ -131,10 +118,7 @@ def test_training_goes_on_without_them_and_profile_says_what_is_missing(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a ", "completion": "b"}\n' * 16)
     (tmp_path / "r.yaml").write_text(RECIPE)
 
-    lines = [
-        ["train", "r.yaml", "--profile.steps", "[1]"], ["profile", "r.yaml"], ["profile", "r.yaml", "--measure", "1"],
-        ["export-hf", "runs/r"],
-    ]  # fmt: skip
+    lines = cases(__file__, "command_lines")
     command = [sys.executable, "-c", POORER, json.dumps(lines)]
     done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     trained, predicted, measured, exported = done.stderr.split("$ ")[1:]

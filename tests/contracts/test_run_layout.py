@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.syntax import nodes, trees
+from tests.fixtures.tables import cases
 from tuner.rundir import layout
 
 LAYOUT = "tuner.rundir.layout"
@@ -71,19 +72,7 @@ def test_every_exception_is_still_there() -> None:
         assert name in constants, f"{module} no longer writes {name}"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "path = run_dir / 'checkpoints'",
-        "path = run_dir / 'launches/3/git.diff'",
-        "METRICS = 'metrics.jsonl'",
-        "LOGS = 'logs'",
-        "log = open(os.path.join(run_dir, 'logs', 'x'))",
-        "key = f'model/{name}'",
-        "found = Path('exports')",
-        "text = read('run.json')",
-    ],
-)
+@pytest.mark.parametrize("code", cases(__file__, "the_reader_finds_names"))
 def test_the_reader_finds_names(code: str) -> None:
     assert written("tuner.somewhere", ast.parse(code))
 

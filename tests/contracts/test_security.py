@@ -8,52 +8,20 @@ hold; the files in which that happens are named here, and nothing else may.
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contracts.syntax import ROOT, modules, trees, walk
+from tests.fixtures.tables import cases
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-BETWEEN_OWN_PROCESSES = {
-    "tuner/data/building/pool.py",
-    "tuner/data/building/ray_tasks.py",
-    "tuner/data/building/worker.py",
-    "tuner/runtime/process.py",
-    "tuner/runtime/ray_cluster.py",
-    "tuner/runtime/ray_ranks.py",
-    "tools/fits_table.py", "tools/startup_at_scale.py",
-    "tools/prepare_campaign.py",
-    "tools/store_campaign.py",
-}
+BETWEEN_OWN_PROCESSES: Any = cases(__file__, "between_own_processes")
 """Who unpickles what another process of the same command has sent."""
-RECEIVERS = {
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor", "ray",
-}  # fmt: skip
-CALLS = {
-    "eval": "eval",
-    "exec": "exec",
-    "__import__": "__import__",
-    "os.system": "a shell",
-    "os.popen": "a shell",
-    "subprocess.getoutput": "a shell",
-    "subprocess.getstatusoutput": "a shell",
-    "torch.load": "torch.load",
-    "yaml.load": "yaml.load",
-    "yaml.unsafe_load": "yaml.unsafe_load",
-    "yaml.full_load": "yaml.full_load",
-    "numpy.load": "numpy.load",
-    "np.load": "numpy.load",
-    "tempfile.mktemp": "a guessable temporary name",
-    "torch.hub.load": "torch.hub",
-}
+RECEIVERS = set(cases(__file__, "receivers"))
+CALLS: Any = cases(__file__, "calls")
 SHARED = ("/tmp/", "/dev/shm/")
-KEYWORDS = {
-    "shell": True,
-    "trust_remote_code": True,
-    "allow_pickle": True,
-    "weights_only": False,
-}
+KEYWORDS: Any = cases(__file__, "keywords")
 
 
 def dotted(node: ast.expr) -> str:
@@ -126,44 +94,16 @@ def test_sources_stay_above_the_floor(folder: str) -> None:
     assert receiving == {name for name in BETWEEN_OWN_PROCESSES if name.startswith(f"{folder}/")}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import torch\ntorch.load('x')",
-        "from torch import load",
-        "torch.load('x', weights_only=False)",
-        "yaml.load(text)",
-        "eval('1')",
-        "exec('1')",
-        "os.system('ls')",
-        "subprocess.run('ls', shell=True)",
-        "AutoModel.from_pretrained('x', trust_remote_code=True)",
-        "np.load('x', allow_pickle=True)",
-        "open('/tmp/' 'fixed')",
-    ],
-)
+@pytest.mark.parametrize("line", cases(__file__, "the_floor_catches"))
 def test_the_floor_catches(line: str) -> None:
     assert list(dangers(walk(ast.parse(line))))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import multiprocessing.connection",
-        "from multiprocessing.reduction import ForkingPickler",
-        "from torch.distributed import broadcast_object_list",
-        "dist.all_gather_object(found, mine)",
-        "from concurrent.futures import ProcessPoolExecutor",
-    ],
-)
+@pytest.mark.parametrize("line", cases(__file__, "what_unpickles_between_processes_is_found"))
 def test_what_unpickles_between_processes_is_found(line: str) -> None:
     assert list(receivers(walk(ast.parse(line))))
 
 
-@pytest.mark.parametrize(
-    "line", ["model.eval()", "subprocess.run(['ls'])", "json.loads(text)", "load_file(path)", "yaml.load_all"]
-)
+@pytest.mark.parametrize("line", cases(__file__, "the_floor_lets_pass"))
 def test_the_floor_lets_pass(line: str) -> None:
     assert not list(dangers(walk(ast.parse(line))))

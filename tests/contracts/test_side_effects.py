@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.shipped import shipped_recipes
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
@@ -49,25 +50,7 @@ def test_loading_creates_no_file_opens_no_socket_and_imports_nothing_heavy(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-COMMANDS = [
-    ["--help"],
-    ["config", "check", "smollm2_sft_cpu", "--model.name_or_path", "nobody/nothing"],
-    ["config", "check", "tiny_pretrain_cpu", "--model.name_or_path", "./nothing"],
-    ["config", "show", "--origin", "tiny_pretrain_cpu"],
-    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu"],
-    ["config", "schema"],
-    ["config", "show", "tiny_pretrain_cpu", "--optimizer.lrr", "1"],
-    ["recipes", "list"],
-    ["train", "--help"],
-    ["profile", "--help"],
-    ["train", "nowhere.yaml"],
-    ["runs", "list", "."],
-    ["runs", "show", "."],
-    *([command, "--help"] for command in ("config", "init", "prepare-data", "resume", "export-hf", "generate", "runs")),
-    ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
-    ["help", "train"],
-    ["help", "optimizer.lr"],
-]
+COMMANDS: Any = cases(__file__, "commands")
 """The first is run in a process that has loaded nothing yet; each other adds what those before did not load."""
 
 WATCH = """

@@ -6,58 +6,14 @@ from typing import Any
 import pytest
 import typer
 
+from tests.fixtures.tables import cases
 from tuner.cli.app import build
 from tuner.cli.commands import COMMANDS, GROUPS, PARAMETERS, TAKES_RECIPE
 from tuner.config.fields import fields
 
 COMMON = "--json --verbose|-v --debug"
 # Arguments in capitals, those that may be left out in parentheses; what must be given as an option ends in `!`.
-SURFACE = {
-    "init": "--model|-m --data|-d --example",
-    "import": "FILE --from --processes",
-    "prepare-data": "(RECIPE) --explain --check --dry-run --reference",
-    "data list": "--cache-dir",
-    "data show": "ENTRY --cache-dir",
-    "data verify": "(WANTED) --cache-dir",
-    "data gc": "--unused --verify --dry-run --cache-dir",
-    "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run --on",
-    "launch": "(RECIPE) --on --nodes --gpus-per-node --cpus --memory --time --image --volume --env --secret --resource "
-    "--sbatch --restarts --jobset --dry-run",
-    "ladder plan": "(RECIPE) --rung --device --quick --output",
-    "ladder run": "(RECIPE) --rung",
-    "ladder benchmark": "RUNG (RECIPE) --steps --output",
-    "ladder status": "(LADDER) --marks --all --also",
-    "ladder metrics": "(LADDER) --prefix --also",
-    "ladder fit": "(LADDER) --target --tokens --loss --score --chance --level --samples --output --also",
-    "resume": "RUN --reset --dry-run --on",
-    "verify-resume": "RUN --steps",
-    "eval": "MODEL (RECIPE) --tasks --output --engine",
-    "compare": "FIRST SECOND --level",
-    "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
-    "--shard-size --dry-run",
-    "export-gguf": "PATH --type --output --step --weights --adapter --shard-size --modelfile --no-verify",
-    "push": "PATH REPO --private --dry-run",
-    "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
-    "--seed --samples --system --raw",
-    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base --engine",
-    "runs list": "(DIRECTORY)",
-    "runs show": "RUN",
-    "runs compare": "RUNS",
-    "runs plot": "RUNS --output --smoothing",
-    "runs verify": "RUNS",
-    "runs rm": "RUNS",
-    "profile": "(RECIPE) --device --processes --memory --fit --host-memory --measure --output --dry-run",
-    "prove": "(RECIPE) --steps --layouts --weights",
-    "config check": "(RECIPE)",
-    "config show": "(RECIPE) --origin --plot-schedule",
-    "config diff": "OLD NEW",
-    "config schema": "",
-    "doctor": "(DIRECTORY)",
-    "help": "(TOPIC)",
-    "recipes list": "",
-    "recipes show": "NAME",
-    "recipes copy": "NAME (TARGET)",
-}
+SURFACE: Any = cases(__file__, "surface")
 
 
 def commands() -> Iterator[tuple[str, Any]]:

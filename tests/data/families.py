@@ -1,6 +1,7 @@
 """Chat templates that write a conversation otherwise than its answers are prompted for, one for each kind that is met.
 
-Each is a short one of its own that does what the named model's template does with plain messages and thoughts.
+Each is a short one of its own that does what the named model's template does with plain messages and thoughts. The
+file has those of other tests as well.
 """
 
 import json

@@ -7,20 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.data import tiny
+from tests.data.families import TEMPLATES
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-INST = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-TURNS = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-SPACES = (
-    "{% for m in messages %}{{ '  ' + bos_token + bos_token + '  ' + m.role + ':\n' + m.content + eos_token + '  ' }}"
-    "{% endfor %}"
-)
+INST, TURNS, SPACES = (TEMPLATES[name] for name in ("inst", "turns", "spaces"))
 _CORPUS = [*tiny.CORPUS, "[INST] hello [/INST] the answer </s> user: assistant: \u00e9t\u00e9 \u4e2d\u6587 12345"]
 
 

@@ -1,22 +1,17 @@
 """What `tuner init` finds of a source: with the readers of preparation, in every form, and what it chooses."""
 
-import csv
-import gzip
-import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.data import tiny
 from tests.data.reading.cases import cases
-from tests.data.reading.files import write_stream
+from tests.data.reading.files import write_kind
+from tests.fixtures import tables
 from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
@@ -35,42 +30,9 @@ ROOMY = Room("this machine", 1 << 40)
 TURNS = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 6
 
 
-def lines(rows: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def write_csv(path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader()
-        writer.writerows(PAIRS)
-
-
-def write_directory(path: Path) -> None:
-    path.mkdir()
-    (path / "a.jsonl").write_bytes(lines(CHATS[:3]))
-    (path / "b.jsonl").write_bytes(lines(CHATS[3:]))
-
-
-def write_mapped(path: Path) -> None:
-    path.write_bytes(lines([{"dialog": row["messages"], "id": i} for i, row in enumerate(CHATS)]))
-
-
-SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
-    "chat.jsonl": (lambda path: path.write_bytes(lines(CHATS)), "messages", {}),
-    "chat.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(lines(CHATS))), "messages", {}),
-    "share.jsonl": (lambda path: path.write_bytes(lines(TURNS)), "sharegpt", {}),
-    "dialog.jsonl": (write_mapped, "messages", {"messages": "dialog"}),
-    "alpaca.json": (lambda path: path.write_text(json.dumps(ALPACA)), "alpaca", {}),
-    "table.arrow": (lambda path: write_stream(path, pa.Table.from_pylist(ALPACA)), "alpaca", {}),
-    "pairs.csv": (write_csv, "alpaca", {"instruction": "question", "output": "answer"}),
-    "pairs.parquet": (
-        lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path),
-        "alpaca",
-        {"instruction": "question", "output": "answer"},
-    ),
-    "directory": (write_directory, "messages", {}),
-}
+DIALOGS = [{"dialog": row["messages"], "id": i} for i, row in enumerate(CHATS)]
+ROWS = {"chats": CHATS, "turns": TURNS, "dialogs": DIALOGS, "alpaca": ALPACA, "pairs": PAIRS}
+SOURCES: Any = tables.cases(__file__, "every_source")
 
 
 def look_at(model: Path | str, path: Path) -> Look:
@@ -84,11 +46,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.mark.slow("table.arrow", "chat.jsonl.gz")
+@pytest.mark.slow("table.feather", "chat.jsonl.gz")
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model: str, tmp_path: Path) -> None:
-    write, form, columns = SOURCES[name]
-    write(tmp_path / name)
+    kind, form, columns = SOURCES[name]
+    rows = ROWS[kind]
+    if name == "directory":
+        (tmp_path / name).mkdir()
+        for part, of in (("a", rows[:3]), ("b", rows[3:])):
+            write_kind(tmp_path / name / f"{part}.jsonl", of)
+    else:
+        write_kind(tmp_path / name, rows)
     seen = look_at(model, tmp_path / name)
     assert (seen.form, seen.rows, seen.is_all, dict(seen.columns)) == (form, 6, True, columns)
     written = load_recipe(tmp_file(tmp_path, starter(model, str(tmp_path / name), seen, ROOMY))).recipe
@@ -115,10 +83,9 @@ def test_of_a_hub_name_only_what_is_cached_counts(model: str, tmp_path: Path, mo
     import huggingface_hub
 
     path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
+    cached = {"owner/here": model}
     monkeypatch.setattr(
-        huggingface_hub,
-        "try_to_load_from_cache",
-        lambda name, file: f"{model}/{file}" if name == "owner/here" else None,
+        huggingface_hub, "try_to_load_from_cache", lambda name, file: f"{model}/{file}" if name in cached else None
     )
     assert look_at("owner/here", path).by_tokenizer
     assert not look_at("owner/away", path).by_tokenizer
@@ -135,7 +102,7 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
     assert look_at(directory, pairs).template == ""
-    write_csv(tmp_path / "pairs.csv")
+    write_kind(tmp_path / "pairs.csv", PAIRS)
     without = look_at(directory, tmp_path / "pairs.csv")
     assert without.form == "prompt_completion"
     assert dict(without.columns) == {"prompt": "question", "completion": "answer"}

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from tests.data.reading.files import write_stream
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.prepared import (
     PREPARED_SCHEMA,
@@ -35,23 +36,15 @@ def document_batch(documents: list[list[int]], masks: list[list[bool]] | None = 
     return pa.record_batch([ids, trained], names=["input_ids", "trained"])
 
 
-def write_stream(path: Path, batches: list[pa.RecordBatch]) -> Path:
-    with path.open("wb") as file, pa.ipc.new_stream(file, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return path
-
-
 def write_prepared(directory: Path, limits: tuple[int, int]) -> Path:
     """A prepared directory of DOCUMENTS, in record batches of seven documents and of at most `limits` rows."""
     directory.mkdir()
     # Sliced, so that offsets do not begin at 0.
     whole = document_batch(DOCUMENTS)
     batches = [whole.slice(start, 7) for start in range(0, len(DOCUMENTS), 7)]
-    write_stream(directory / "train.documents.arrow", batches)
-    write_stream(
-        directory / "train.rows.arrow", list(row_batches(cut(iter(batches), MAX_LENGTH, "split"), 8, True, limits))
-    )
+    write_stream(directory / "train.documents.arrow", pa.Table.from_batches(batches))
+    rows = row_batches(cut(iter(batches), MAX_LENGTH, "split"), 8, True, limits)
+    write_stream(directory / "train.rows.arrow", pa.Table.from_batches(rows))
     (directory / "samples.jsonl").touch()
     files = file_entries(directory)
     facts = {"schema": PREPARED_SCHEMA, "key": directory.name, "max_length": MAX_LENGTH, "eval_documents": []}
@@ -101,7 +94,7 @@ def test_opening_copies_no_column(tmp_path: Path) -> None:
     data = open_prepared(directory)
     data.train.row(0)
     assert pa.total_allocated_bytes() == before
-    views = [*data.train._segments[0], *data.train._documents._ids]
+    views = [*data.train._segments[0], *data.train.documents._ids]
     for offsets, values in views:
         assert not offsets.flags.owndata
         assert not values.flags.owndata
@@ -120,7 +113,7 @@ def test_documents_are_read_from_sliced_batches(tmp_path: Path) -> None:
 
 def test_documents_whose_mask_is_shorter_are_refused_when_read(tmp_path: Path) -> None:
     batch = document_batch([[1, 2], [3, 4, 5]], [[True, True], [True, True]])
-    documents = PreparedDocuments(write_stream(tmp_path / "d.arrow", [batch]))
+    documents = PreparedDocuments(write_stream(tmp_path / "d.arrow", pa.table(batch)))
     assert documents.read(0, 0, 2)[0].tolist() == [1, 2]
     with pytest.raises(DataError, match="document 1 has not the 3 token ids and flags"):
         documents.read(1, 0, 3)
@@ -129,7 +122,7 @@ def test_documents_whose_mask_is_shorter_are_refused_when_read(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["train.documents.arrow", "train.rows.arrow"])
 def test_a_file_with_other_columns_is_named(tmp_path: Path, name: str) -> None:
     directory = write_prepared(tmp_path / "p", (4, 8))
-    write_stream(directory / name, [pa.record_batch([pa.array([1])], names=["other"])])
+    write_stream(directory / name, pa.table({"other": [1]}))
     manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").unlink()
     manifest["files"] = file_entries(directory)

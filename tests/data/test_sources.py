@@ -73,17 +73,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_kinds_follow_from_names(tmp_path: Path) -> None:
-    kinds = {
-        "a.jsonl": ("jsonl", ""),
-        "a.NDJSON.GZ": ("jsonl", "gzip"),
-        "a.json.zst": ("json", "zstd"),
-        "a.csv": ("csv", ""),
-        "a.tsv.gz": ("tsv", "gzip"),
-        "a.md.zst": ("text", "zstd"),
-        "a.parquet": ("parquet", ""),
-        "a.arrow": ("arrow", ""),
-    }
-    for name, (kind, compression) in kinds.items():
+    for name, kind, compression in tables.cases(__file__, "kinds_follow_from_names"):
         (tmp_path / name).write_bytes(b"x")
         file = one(tmp_path / name)
         assert (file.kind, file.compression, file.name) == (kind, compression, str(tmp_path / name))
@@ -102,9 +92,7 @@ def test_directories_and_globs_are_sorted_and_leave_out_what_is_hidden(tmp_path:
     assert [(file.source, file.weight) for file in files] == [(0, 1.0), (1, 2.0)]
 
 
-def test_the_digest_of_a_large_file_is_of_every_byte_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_is_of_every_byte_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
     monkeypatch.setattr(sources, "_COPY_BYTES", 4)
     content = bytes(range(35))
@@ -132,16 +120,10 @@ def test_an_identity_is_of_bytes_and_of_how_they_are_read(tmp_path: Path) -> Non
     assert one(tmp_path / "b.jsonl").identity() == one(tmp_path / "a.ndjson").identity() == plain
     second = expand([DataSource(path=str(tmp_path / name)) for name in ("other.jsonl", "a.jsonl")])[1]
     assert second.identity() == plain
+    read = ({"format": "text"}, {"columns": {"text": "x"}}, {"columns": {"text": "y"}}, {"weight": 2}, {"count": 5})
     others = [
-        one(tmp_path / "other.jsonl"),
-        one(tmp_path / "a.txt"),
-        one(tmp_path / "a.json"),
-        one(tmp_path / "a.jsonl.gz"),
-        one(tmp_path / "a.jsonl", format="text"),
-        one(tmp_path / "a.jsonl", columns={"text": "x"}),
-        one(tmp_path / "a.jsonl", columns={"text": "y"}),
-        one(tmp_path / "a.jsonl", weight=2),
-        one(tmp_path / "a.jsonl", count=5),
+        *(one(tmp_path / name) for name in ("other.jsonl", "a.txt", "a.json", "a.jsonl.gz")),
+        *(one(tmp_path / "a.jsonl", **how) for how in read),
         replace(one(tmp_path / "a.jsonl", count=5), source=1),
         replace(one(tmp_path / "a.jsonl"), records=(0, 1)),
     ]
@@ -208,12 +190,10 @@ def test_a_saved_data_set_of_several_splits(tmp_path: Path) -> None:
     assert caught.value.hint == "there are train, test"
 
 
-def test_a_saved_data_set_that_is_damaged(saved: Path) -> None:
-    (saved / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
-    with pytest.raises(DataError, match="a file name that leaves the directory"):
-        one(saved)
-    (saved / "state.json").write_text("{")
-    with pytest.raises(DataError, match="not what datasets' save_to_disk writes"):
+@pytest.mark.parametrize(("state", "reason"), tables.cases(__file__, "a_damaged_data_set_is_named"))
+def test_a_damaged_data_set_is_named(saved: Path, state: str, reason: str) -> None:
+    (saved / "state.json").write_text(state)
+    with pytest.raises(DataError, match=reason):
         one(saved)
     with pytest.raises(DataError, match="no data set there"):
         one(f"{saved.parent}:train")
@@ -249,9 +229,7 @@ def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monk
         one("owner/none:train[:5%]")
 
 
-def test_without_the_datasets_library_a_hub_name_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_datasets_a_hub_name_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError('x', name='datasets')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(MachineError, match="needs the datasets library") as caught:

@@ -20,9 +20,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CORPUS = [
-    "assistant user system You are helpful\n",
-    "hello world, the answer is forty two\n\n",
-    "def f(x):\n  return x",
+    "assistant user system You are helpful\n", "hello world, the answer is forty two\n\n", "def f(x):\n  return x"
 ]
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -44,15 +42,11 @@ def tokenizer_json() -> str:
 
 def files(template: str = CHATML, **config: Any) -> dict[str, bytes]:
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|im_end|>",
-        **config,
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>", **config,
     }
     return {
-        "tokenizer.json": tokenizer_json().encode(),
-        "tokenizer_config.json": json.dumps(settings).encode(),
+        "tokenizer.json": tokenizer_json().encode(), "tokenizer_config.json": json.dumps(settings).encode(),
         "chat_template.jinja": template.encode(),
     }
 
@@ -88,8 +82,13 @@ def chat(*contents: str, **extra: Any) -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Chats of different lengths, each another one."""
+    return [chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + count)]
+
+
+def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.errors import DataError
 from tuner.evals import items as items_module
 from tuner.evals.items import ChoiceItem, QuestionItem, TextItem, id_of, item_of, items_of, read_items
@@ -21,24 +22,7 @@ def test_each_form_is_known_by_its_keys() -> None:
     assert item_of({"prompt": "p", "answer": ["4", "four"]}, "f:1") == QuestionItem("p", ("4", "four"))
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ([], "is no object"),
-        ({"question": "q"}, "has question, which is no form"),
-        ({"prompt": "p"}, "has prompt, which is no form"),
-        ({**CHOICE, "answer": 2}, "answer: got 2; allowed: the number of the right choice, 0 to 1"),
-        ({**CHOICE, "answer": True}, "answer: got True"),
-        ({**CHOICE, "answer": "b"}, "answer: got 'b'"),
-        ({**CHOICE, "choices": ["a"]}, "at least two texts"),
-        ({**CHOICE, "choices": ["a", ""]}, "at least two texts"),
-        ({**CHOICE, "choices": ["a", 3]}, "choices: got a list; allowed: a text, or a list of texts"),
-        ({**CHOICE, "prompt": 1}, "prompt: got a int; allowed: a text"),
-        ({"text": ""}, "text is empty"),
-        ({"prompt": "p", "answer": []}, "answer: got an empty list"),
-        ({"prompt": "p", "answer": 4}, "answer: got a int"),
-    ],
-)
+@pytest.mark.parametrize(("record", "said"), cases(__file__, "a_wrong_item_is_named_with_its_place"))
 def test_a_wrong_item_is_named_with_its_place(record: Any, said: str) -> None:
     with pytest.raises(DataError, match="^f:3: ") as error:
         item_of(record, "f:3")

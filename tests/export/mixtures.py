@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tests.export.runs import PROMPTS, write_run, write_tokenizer
+from tests.export.runs import LORA, PROMPTS, write_run, write_tokenizer
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import open_checkpoint
@@ -19,7 +19,6 @@ from tuner.export.verify import last_logits
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 """The stacked tensors of transformers 5, and the names of the parts of an expert in published files."""
 

@@ -34,6 +34,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(20, 45))]
 
 

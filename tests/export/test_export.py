@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.runs import PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
+from tests.export.runs import LORA, PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.tables import cases
 from tests.rundir import made
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_probe, read_tensors
@@ -39,7 +40,6 @@ from tuner.export.write import write_config, write_tokenizer
 from tuner.model import vetting
 from tuner.model.adapter import LoraSpec
 
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32"}
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
 MakeRun = Callable[..., Path]
@@ -267,13 +267,7 @@ def test_a_damaged_checkpoint_is_a_data_error(make_run: MakeRun) -> None:
     assert not list((run / "exports").iterdir())
 
 
-DAMAGE = {
-    "manifest.json": "manifest.json: ",
-    "index.json": "index.json: its SHA-256",
-    "state.json": "state.json: its SHA-256",
-    "probe.safetensors": "probe.safetensors: its SHA-256",
-    "rank-0000-of-0001.safetensors": "rank-0000-of-0001.safetensors: missing",
-}
+DAMAGE: Any = cases(__file__, "damage")
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -483,9 +477,8 @@ def test_one_checkpoint_of_several_is_chosen(tmp_path: Path) -> None:
         assert plan_export(run, step=chosen).source.checkpoint.path == path  # type: ignore[arg-type]
     warned: list[str] = []
     plan_export(run, warn=warned.append)
-    assert warned == [
-        "step 7 is exported, but step 3 has a lower held-out loss (1.000); to export that one, add --step best"
-    ]
+    better = "step 3 has a lower held-out loss (1.000); to export that one, add --step best"
+    assert warned == [f"step 7 is exported, but {better}"]
     for chosen in ("best", 5):
         plan_export(run, warn=pytest.fail, step=chosen)  # type: ignore[arg-type]
     plan_export(steps[5], warn=pytest.fail)
@@ -509,9 +502,8 @@ def test_without_a_best_one_the_losses_of_kept_steps_are_compared(tmp_path: Path
         weights = {"model/w": torch.zeros(2)}
         save(CheckpointDir(run / "checkpoints", "test"), step, weights, {"step": step}, {"model": {}})
     warn_of_better(resolve(run, step=7), warned.append)
-    assert warned == [
-        "step 7 is exported, but step 3 has a lower held-out loss (1.500); to export that one, add --step 3"
-    ]
+    better = "step 3 has a lower held-out loss (1.500); to export that one, add --step 3"
+    assert warned == [f"step 7 is exported, but {better}"]
     warn_of_better(resolve(run, step=3), pytest.fail)
 
 
@@ -554,15 +546,7 @@ def test_the_card_tells_where_the_weights_come_from(make_own_run: MakeRun, adapt
     front = text.split("---\n")[1].splitlines()
     assert "license: apache-2.0" in front
     assert ("library_name: peft" in front) == (adapter == "keep")
-    for said in (
-        "| licence of the base model | apache-2.0 |",
-        "| train data | 12 rows, 340 tokens, 120 trained tokens |",
-        "| data key | 1111111111111111 |",
-        "| tokens seen | 700 |",
-        "| 0 |  |  | 3.2500 |  |",
-        "| 7 | 700 | 2.3000 | 2.5000 | 0.0001 |",
-        "lr: 0.001",
-    ):
+    for said in cases(__file__, "said_by_the_card"):
         assert said in text, said
     facts = json.loads((report.path / "tuner.json").read_text())
     assert [line["step"] for line in facts["metrics"]["train"]] == list(range(1, 8))

@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 
 from tests.export import runs
 from tests.export.gguf_models import FAMILIES, TEMPLATE, keys_of, write_model, write_tokenizer, written
+from tests.export.runs import LORA
 from tests.fixtures.go_template import rendered
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.template import ChatTemplate
@@ -35,7 +36,6 @@ from tuner.export.gguf import export, file, kquants, lora, modelfile, proof  # n
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.export.runs import PROMPTS, recorded, write_run, write_tokenizer
+from tests.export.runs import LORA, PROMPTS, recorded, write_run, write_tokenizer
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
 from tuner.api.exports import export_hf
@@ -37,17 +38,7 @@ from tuner.run.options import LaunchOptions
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 PICTURES = SMALL | {"image_size": 8, "patch_size": 4}
 KINDS = ("gemma3", "mistral3")
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
-RECIPE = """\
-model: {name_or_path: ./whole}
-tokenizer: {add_tokens: ["<new>"]}
-method: {kind: pretrain}
-data: {train: rows.jsonl, max_length: 32}
-train: {duration: 2 steps, global_batch_size: 2, micro_batch_size: 1, precision: fp32, device: cpu}
-optimizer: {lr: 1e-2}
-checkpoint: {every: 1 steps}
-logging: {level: warning}
-"""
+RECIPE: Any = cases(__file__, "recipe")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`")
 
 
@@ -63,13 +54,13 @@ def whole_config(kind: str) -> PretrainedConfig:
     )
 
 
-def write_whole(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+def write_whole(directory: Path, kind: str) -> Path:
     """A whole checkpoint in several files, with a tokenizer, a processor's file and a tensor that no class reads."""
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(whole_config(kind), dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    model.to(dtype).save_pretrained(directory, max_shard_size="30KB")
+    model.save_pretrained(directory, max_shard_size="30KB")
     write_tokenizer(directory)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Siglip", "size": 8}\n')
     return directory

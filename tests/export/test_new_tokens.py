@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.export.mixtures import merged_state
-from tests.export.runs import save_run, train_a_little, write_tokenizer
+from tests.export.runs import LORA, save_run, train_a_little, write_tokenizer
 from tests.model.tiny import VOCAB, family_model
 from tuner.api.exports import export_hf
 from tuner.checkpoint.open import open_checkpoint
@@ -25,7 +25,6 @@ from tuner.model.tokens import trainable_tokens
 from tuner.model.trainable import TrainableSpec
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 SAVED = LoraSpec(4, 8.0, 0.0, "all-linear", modules_to_save=("lm_head",))
 CHOICES = {
     "full": TrainableSpec(),

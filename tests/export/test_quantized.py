@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.export.runs import PROMPTS, copied, once, recorded, write_base, write_run
+from tests.export.runs import LORA, PROMPTS, copied, once, recorded, write_base, write_run
 from tuner.api.exports import export_hf
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
@@ -21,7 +21,6 @@ from tuner.model.adapter import LoraSpec
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
 
 CLOSE = 0.02
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 DORA = LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True, modules_to_save=("*.0.mlp",))
 MLP = "model.layers.0.mlp.up_proj.weight"
 HEADS = "model.layers.1.self_attn.q_proj.weight"

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from tests.export.runs import PROMPTS, recorded, write_base, write_run
+from tests.export.runs import LORA, PROMPTS, recorded, write_base, write_run
 from tests.fixtures import forked
 from tuner.api.exports import export_hf
 from tuner.errors import RecipeError, VerificationError
@@ -26,7 +26,6 @@ from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.rundir.layout import TOKENIZER
 
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 Make = Callable[..., Path]
 CASES = [("llama-tied", None), ("llama", LORA), ("gpt2", LORA), ("gemma3", None)]
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from tests.export.mixtures import merged_state
-from tests.export.runs import PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.export.runs import LORA, PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tables import cases
 from tests.model.tiny import FAMILIES, family_model
 from tuner.api.exports import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
@@ -28,15 +29,10 @@ from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
-LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
 FORMS = [("fp32", 1), ("fp32", 2), ("fp32", 4), ("bf16", 4)]
 """The type of an export, and how many ranks saved the checkpoint: that shows before anything is rounded."""
-QUICK = (
-    "llama-untied-full-fp32-1", "llama-untied-full-fp32-2", "llama-untied-full-bf16-4", "llama-untied-lora-bf16-4",
-    "llama-tied-full-fp32-4", "llama-tied-lora-fp32-2", "mistral-untied-full-fp32-4", "phi3-untied-full-fp32-4",
-    "mixtral-tied-full-fp32-4", "gpt2-untied-lora-bf16-4", "gemma3-untied-lora-bf16-4", "qwen3-moe-tied-lora-bf16-4",
-)  # fmt: skip
+QUICK: Any = cases(__file__, "quick")
 """What each run of the tests takes: every form of the first family; of others weights as they are, and some that are
 rounded with an adapter: transposed ones, tied ones, and experts."""
 

@@ -3,12 +3,12 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tests.faults.artifacts import Artifact, Place, bomb, byte_tokenizer, overwrite, torch_bomb
+from tests.faults.artifacts import GENERATE, TRAIN, Artifact, Place, bomb, byte_tokenizer, overwrite, torch_bomb
+from tests.fixtures.tables import cases
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -32,21 +32,18 @@ def _adapter(place: Place, **config: Any) -> Path:
     return adapter
 
 
-def _generate(place: Place) -> tuple[str, ...]:
-    return ("generate", str(place.inputs / "adapter"), "--prompt", "a", "--max-new-tokens", "2")
+LOADED = ("generate", "{inputs}/adapter", "--prompt", "a", "--max-new-tokens", "2")
 
 
-def _begin(place: Place) -> tuple[str, ...]:
-    """Train with the adapter as what the model begins with."""
-    recipe = (place.inputs / "r.yaml").read_text()
-    given = f"model: {{init_from: [{place.inputs / 'adapter'}], "
-    (place.inputs / "r.yaml").write_text(recipe.replace("model: {", given))
-    return place.train
+def _begun(place: Place, plant: Callable[[Place], object]) -> None:
+    """The adapter is what the model begins with."""
+    plant(place)
+    place.replace("model: {", f"model: {{init_from: [{place.inputs / 'adapter'}], ")
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], bool | None]] = {
     name: (row["config"], row.get("refused"))
-    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+    for name, row in cases(__file__, "configs").items()
 } | {
     "layers without end": ({"layer_replication": [[0, 1]] * 10**5}, True),
     "tokens to train without end": ({"trainable_token_indices": list(range(10**6))}, None),
@@ -55,17 +52,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool | None]] = {
 """What an adapter's config says, and whether it must be refused."""
 
 
-def _bare(place: Place, **files: bytes) -> None:
-    """An adapter with other files; none is left of a name that gets no bytes."""
+def _bare(place: Place, name: str) -> None:
+    """An adapter whose weights are a pickle of this name."""
     adapter = _adapter(place)
-    for name, data in files.items():
-        (adapter / name).unlink(missing_ok=True)
-        if data:
-            (adapter / name).write_bytes(data)
+    (adapter / WEIGHTS).unlink()
+    (adapter / name).write_bytes(bomb(place))
 
 
-def _elsewhere(place: Place, path: Path, target: str) -> None:
-    """A file is a link to a device, a pipe, 600 MB of blanks or nothing."""
+def _configured(place: Place, data: bytes) -> None:
+    overwrite(_adapter(place) / CONFIG, data)
+
+
+def _elsewhere(place: Place, name: str, target: str, of_adapter: bool = False) -> None:
+    """A file of a model, or of an adapter, is a link to a device, a pipe, 600 MB of blanks or nothing."""
+    path = (_adapter(place) if of_adapter else place.model) / name
+    byte_tokenizer(place.model)
     place.outside.mkdir()
     if target == "fifo":
         os.mkfifo(place.outside / target)
@@ -78,40 +79,26 @@ def _elsewhere(place: Place, path: Path, target: str) -> None:
 def adapters() -> Iterator[Artifact]:
     """Configs, weights and links of adapters: loaded by `generate`, and given to a model before it trains."""
     for words, (config, refused) in CONFIGS.items():
-        for command in (_generate, _begin):
-            to = "generate" if command is _generate else "init_from"
-            tried = refused if command is _generate else refused and None
-            named = {True: "adapter", False: "", None: ""}[refused]
-            yield Artifact(f"adapter with {words}, {to}", lambda p, c=config: _adapter(p, **c), command, named, tried)
+        plant, named = partial(_adapter, **config), "adapter" if refused else ""
+        yield Artifact(f"adapter with {words}, generate", plant, LOADED, named, refused)
+        begun = partial(_begun, plant=plant)
+        yield Artifact(f"adapter with {words}, init_from", begun, TRAIN, named, refused and None)
     for name in ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"):
-        plant = lambda p, n=name: _bare(p, **{WEIGHTS: b"", n: bomb(p)})  # noqa: E731 - one of each
-        yield Artifact(f"adapter of {name} alone, generate", plant, _generate, WEIGHTS)
-        yield Artifact(f"adapter of {name} alone, init_from", plant, _begin, WEIGHTS)
+        bare = partial(_bare, name=name)
+        yield Artifact(f"adapter of {name} alone, generate", bare, LOADED, WEIGHTS)
+        yield Artifact(f"adapter of {name} alone, init_from", partial(_begun, plant=bare), TRAIN, WEIGHTS)
     for data in (b"\x80\x04.", b'{"a":' * 10**5 + b"1" + b"}" * 10**5, b" " * 300_000_000 + b"{}", b"[]"):
-        plant = lambda p, d=data: _bare(p, **{CONFIG: d})  # noqa: E731 - one of each
-        yield Artifact(f"adapter_config.json of {data[:4]!r}", plant, _generate, CONFIG)
+        yield Artifact(f"adapter_config.json of {data[:4]!r}", partial(_configured, data=data), LOADED, CONFIG)
     for name in (WEIGHTS, CONFIG):
         for target in ("/dev/zero", "fifo", "nothing"):
-            yield Artifact(
-                f"{name} of an adapter as a link to {target}",
-                lambda p, n=name, t=target: _elsewhere(p, _adapter(p) / n, t),
-                _generate,
-                "adapter",
-            )
+            link = partial(_elsewhere, name=name, target=target, of_adapter=True)
+            yield Artifact(f"{name} of an adapter as a link to {target}", link, LOADED, "adapter")
 
 
-PICKLES = (
-    "pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "model-00001-of-00001.safetensors",
-    "consolidated.00.pth", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tf_model.h5",
-    "flax_model.msgpack", "model.ckpt.index", "adapter_model.bin", "model.pkl", "model.pt",
-)  # fmt: skip
+PICKLES: Any = cases(__file__, "pickles")
 """Names of files of weights and of what lies next to them."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "tf_model.h5.index.json")
-BESIDE = (
-    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json",
-    "processor_config.json", "tuner.json", "README.md",
-)  # fmt: skip
+BESIDE: Any = cases(__file__, "next_to_weights")
 
 
 def _only(place: Place, name: str) -> None:
@@ -134,25 +121,20 @@ def _beside(place: Place, name: str) -> None:
     overwrite(place.model / name, bomb(place))
 
 
-def _model(place: Place) -> tuple[str, ...]:
-    return ("generate", str(place.model), "--prompt", "a", "--max-new-tokens", "2")
+OF_MODEL = (*GENERATE, "--max-new-tokens", "2")
 
 
 def pickles() -> Iterator[Artifact]:
     """A base model whose weights, index or other files are pickles."""
-    train: Callable[[Place], tuple[str, ...]] = lambda p: p.train  # noqa: E731
     for name in PICKLES:
-        yield Artifact(f"only {name}, a pickle", lambda p, n=name: _only(p, n), train, "safetensors")
+        yield Artifact(f"only {name}, a pickle", partial(_only, name=name), TRAIN, "safetensors")
     for index in INDEXES:
         for file in ("pytorch_model.bin", "x.safetensors"):
-            plant = lambda p, i=index, f=file: _indexed(p, i, f)  # noqa: E731 - one of each
-            yield Artifact(f"{index} to {file}, a pickle", plant, train, "safetensors")
+            plant = partial(_indexed, index=index, file=file)
+            yield Artifact(f"{index} to {file}, a pickle", plant, TRAIN, "safetensors")
     for name in BESIDE:
-        yield Artifact(f"{name}, a pickle, generate", lambda p, n=name: _beside(p, n), _model, "", refused=None)
+        yield Artifact(f"{name}, a pickle, generate", partial(_beside, name=name), OF_MODEL, "", refused=None)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         for target in ("/dev/zero", "fifo", "large"):
-            yield Artifact(
-                f"{name} of a model as a link to {target}",
-                lambda p, n=name, t=target: (byte_tokenizer(p.model), _elsewhere(p, p.model / n, t)), _model, "",
-                refused=None,
-            )
+            link = partial(_elsewhere, name=name, target=target)
+            yield Artifact(f"{name} of a model as a link to {target}", link, OF_MODEL, "", refused=None)

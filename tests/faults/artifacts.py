@@ -5,15 +5,20 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.faults.cases import RUN
+from tests.fixtures.tables import cases
 
 EVIL = """\
 import os, socket
 open({canary!r}, "w").close()
 """
+TRAIN = ("train", "{inputs}/r.yaml", "--name", "b")
+"""On the inputs, in a run of its own."""
+GENERATE = ("generate", "{model}", "--prompt", "a")
 EXPORT = ("export-hf", str(RUN / "checkpoints" / "step-4"), "--output", "out")
 RESUME = ("resume", str(RUN))
 
@@ -50,10 +55,14 @@ class Place:
         """A directory that no command is given."""
         return self.inputs / "outside"
 
-    @property
-    def train(self) -> tuple[str, ...]:
-        """The command that trains on the inputs in a run of its own."""
-        return ("train", str(self.inputs / "r.yaml"), "--name", "b")
+    def words(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        """A command with what it is given here."""
+        return tuple(word.format(inputs=self.inputs, model=self.model, run=self.run) for word in command)
+
+    def replace(self, old: object, new: object) -> None:
+        """Have the recipe say something else."""
+        recipe = self.inputs / "r.yaml"
+        recipe.write_text(recipe.read_text().replace(str(old), str(new)))
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Artifact:
 
     name: str
     plant: Callable[[Place], object]
-    command: Callable[[Place], tuple[str, ...]]
+    command: tuple[str, ...]
+    """What is between braces the place knows."""
     named: str
     refused: bool | None = True
     """Whether the command must fail, by name; None where it may as well do without, or pass over what is wrong."""
@@ -90,15 +100,13 @@ def torch_bomb(path: Path, place: Place) -> None:
     torch.save({"w": Bomb(place.canary)}, path)
 
 
-def _pickled(name: str, of: str, command: Callable[[Place], tuple[str, ...]], refused: bool = True) -> Artifact:
+def _pickled(name: str, of: str, command: tuple[str, ...]) -> Artifact:
     """A file of a trained run replaced by a pickle."""
-    return Artifact(
-        f"pickle as {of}/{name}",
-        lambda place: overwrite(place.directory(of) / name, bomb(place)),
-        command,
-        name.rpartition("/")[2],
-        refused,
-    )
+
+    def plant(place: Place) -> None:
+        overwrite(place.directory(of) / name, bomb(place))
+
+    return Artifact(f"pickle as {of}/{name}", plant, command, name.rpartition("/")[2])
 
 
 def overwrite(path: Path, data: bytes) -> None:
@@ -170,41 +178,17 @@ def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> 
     directory.mkdir()
     byte_tokenizer(directory)
     if template is not None:
-        (directory / "chat_template.jinja").write_text(template)
+        (directory / "chat_template.jinja").write_text(template % place.canary if "%s" in template else template)
         rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 20
         (place.inputs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _edited(directory / "tokenizer_config.json", **config)
     _code(place)
     for path in place.model.glob("*.py"):
         shutil.copy(path, directory)
-    recipe = (place.inputs / "r.yaml").read_text()
-    (place.inputs / "r.yaml").write_text(recipe.replace("name_or_path: byte", f"name_or_path: {directory}"))
+    place.replace("name_or_path: byte", f"name_or_path: {directory}")
 
 
-def _train(place: Place) -> tuple[str, ...]:
-    return place.train
-
-
-def _generate(place: Place) -> tuple[str, ...]:
-    return ("generate", str(place.model), "--prompt", "a")
-
-
-def _resume(place: Place) -> tuple[str, ...]:
-    return RESUME
-
-
-def _export(place: Place) -> tuple[str, ...]:
-    return EXPORT
-
-
-ESCAPES = {
-    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{{ c }}{% endfor %}",
-    "globals": "{{ cycler.__init__.__globals__.os.system(\"touch '%s'\") }}",
-    "attr": "{{ (''|attr('__class__')|attr('__mro__'))[1]|attr('__subclasses__')() }}",
-    "format": "{{ '{0.__class__.__mro__[1].__subclasses__}'.format(messages) }}",
-    "include": "{% include '/etc/passwd' %}",
-    "raise": "{{ raise_exception.__globals__['__builtins__']['open']('%s', 'w') }}",
-}
+ESCAPES: Any = cases(__file__, "escapes")
 EXPLOSIONS = {
     "memory": "{{ 'a' * 4000000000 }}",
     "time": "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + 3 * "{% endfor %}",
@@ -222,21 +206,22 @@ def artifacts() -> Iterator[Artifact]:
 
 def _in_runs() -> Iterator[Artifact]:
     for name in ("rank-0000-of-0001.safetensors", "index.json", "state.json", "probe.safetensors", "manifest.json"):
-        yield _pickled(name, "checkpoint", _export)
+        yield _pickled(name, "checkpoint", EXPORT)
     for name in ("run.json", "recipe.resolved.yaml"):
-        yield _pickled(name, "run", _resume)
+        yield _pickled(name, "run", RESUME)
     for name in ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "model_config/config.json"):
-        yield _pickled(name, "run", _export)
-    yield Artifact("a shard of pickles, resealed", _pickled_shard, _export, "rank-0000-of-0001.safetensors")
+        yield _pickled(name, "run", EXPORT)
+    yield Artifact("a shard of pickles, resealed", _pickled_shard, EXPORT, "rank-0000-of-0001.safetensors")
     for file in ("../../../../../inputs/elsewhere.safetensors", "/etc/passwd", "index.json/../../x", "state.json\0"):
-        yield Artifact(f"index to {file!r}", lambda p, f=file: _index(p, f), _export, "index.json")
-    entry = {"size": 1, "sha256": "0" * 64}
+        yield Artifact(f"index to {file!r}", partial(_index, file=file), EXPORT, "index.json")
     for file in ("../../run.json", "/etc/passwd", "a/../../b"):
-        yield Artifact(
-            f"manifest to {file!r}", lambda p, f=file: _resealed(p.newest, **{f: entry}), _export, "unsafe file name"
-        )
-    yield Artifact("a shard that is a link", _linked_shard, _export, "rank-0000-of-0001.safetensors")
-    yield Artifact("a checkpoint that is a link", _linked_step, _export, "step-4")
+        yield Artifact(f"manifest to {file!r}", partial(_listed, file=file), EXPORT, "unsafe file name")
+    yield Artifact("a shard that is a link", _linked_shard, EXPORT, "rank-0000-of-0001.safetensors")
+    yield Artifact("a checkpoint that is a link", _linked_step, EXPORT, "step-4")
+
+
+def _listed(place: Place, file: str) -> None:
+    _resealed(place.newest, **{file: {"size": 1, "sha256": "0" * 64}})
 
 
 def _pickled_shard(place: Place) -> None:
@@ -256,38 +241,31 @@ def _linked_step(place: Place) -> None:
     (place.inputs / "step-4" / "manifest.json").write_bytes(bomb(place))
 
 
-_CONFIGS: dict[str, Any] = {
-    "_attn_implementation": "kernels-community/flash-attn2", "attn_implementation": "someone/evil:attention",
-    "experts_implementation": "someone/evil",
-    "quantization_config": {"quant_method": "evil", "modules_to_not_convert": None},
-    "torch_dtype": "__import__('os').system('true')",
-}
+_CONFIGS: dict[str, Any] = cases(__file__, "configs")
 """Keys of a base model's config and what they ask for."""
 
 
 def _in_models() -> Iterator[Artifact]:
-    yield _pickled("model.safetensors", "model", _train)
-    yield _pickled("config.json", "model", _train)
-    yield Artifact("only pytorch_model.bin", _only_bin, _train, "safetensors")
+    yield _pickled("model.safetensors", "model", TRAIN)
+    yield _pickled("config.json", "model", TRAIN)
+    yield Artifact("only pytorch_model.bin", _only_bin, TRAIN, "safetensors")
     for file in ("../elsewhere.safetensors", "pytorch_model.bin"):
-        yield Artifact(f"weights index to {file}", lambda p, f=file: _weights_index(p, f), _train, file)
+        yield Artifact(f"weights index to {file}", partial(_weights_index, file=file), TRAIN, file)
     auto = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
-    yield Artifact(
-        "auto_map of a new type", lambda p: _code(p, auto_map=auto, model_type="evil"), _train, "config.json: auto_map"
-    )
-    for command in (_train, _generate):
+    new = partial(_code, auto_map=auto, model_type="evil")
+    yield Artifact("auto_map of a new type", new, TRAIN, "config.json: auto_map")
+    for command in (TRAIN, GENERATE):
         for key, value in _CONFIGS.items():
-            plant = lambda p, k=key, v=value: _code(p, **{k: v})  # noqa: E731 - one of each
-            yield Artifact(f"{command.__name__[1:]} of a config with {key}", plant, command, f"config.json: {key}")
-    yield Artifact(
-        "an auto_map beside a known type", lambda p: _code(p, auto_map=auto), _train, "auto_map", refused=False
-    )
-    yield Artifact("an adapter beside the weights", _beside, _train, "adapter_config.json")
-    yield Artifact("config with hidden_act", lambda p: _code(p, hidden_act="os.system"), _train, "config")
-    yield Artifact("a deep config", _deep_config, _train, "config.json")
+            plant = partial(_code, **{key: value})
+            yield Artifact(f"{command[0]} of a config with {key}", plant, command, f"config.json: {key}")
+    known = partial(_code, auto_map=auto)
+    yield Artifact("an auto_map beside a known type", known, TRAIN, "auto_map", refused=False)
+    yield Artifact("an adapter beside the weights", _beside, TRAIN, "adapter_config.json")
+    yield Artifact("config with hidden_act", partial(_code, hidden_act="os.system"), TRAIN, "config")
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    yield Artifact("a deep config", partial(_config, data=deep), TRAIN, "config.json")
     for data in (b"[]", b"\x80\x04"):
-        plant = lambda p, d=data: overwrite(p.model / "config.json", d)  # noqa: E731 - one of each
-        yield Artifact(f"a config of {data!r}", plant, _train, "config")
+        yield Artifact(f"a config of {data!r}", partial(_config, data=data), TRAIN, "config")
 
 
 def _beside(place: Place) -> None:
@@ -301,21 +279,16 @@ def _only_bin(place: Place) -> None:
     torch_bomb(place.model / "pytorch_model.bin", place)
 
 
-def _deep_config(place: Place) -> None:
-    (place.model / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+def _config(place: Place, data: bytes) -> None:
+    overwrite(place.model / "config.json", data)
 
 
 def _in_tokenizers() -> Iterator[Artifact]:
-    yield Artifact("a tokenizer that is a pickle", _pickled_tokenizer, _train, "tokenizer.json")
-    yield Artifact("a tokenizer.model that is a pickle", _sentencepiece, _train, "tokenizer")
+    yield Artifact("a tokenizer that is a pickle", _pickled_tokenizer, TRAIN, "tokenizer.json")
+    yield Artifact("a tokenizer.model that is a pickle", _sentencepiece, TRAIN, "tokenizer")
     for name, template in {**ESCAPES, **EXPLOSIONS}.items():
-        yield Artifact(
-            f"template: {name}",
-            lambda p, t=template: _own_tokenizer(p, t % p.canary if "%s" in t else t),
-            _train,
-            "template",
-        )
-    yield Artifact("tokenizer class of a module", _classed_tokenizer, _train, "tokenizer")
+        yield Artifact(f"template: {name}", partial(_own_tokenizer, template=template), TRAIN, "template")
+    yield Artifact("tokenizer class of a module", _classed_tokenizer, TRAIN, "tokenizer")
 
 
 def _pickled_tokenizer(place: Place) -> None:
@@ -336,13 +309,12 @@ def _classed_tokenizer(place: Place) -> None:
 
 
 def _in_data() -> Iterator[Artifact]:
-    yield Artifact("pickled rows", lambda p: overwrite(p.inputs / "rows.jsonl", bomb(p)), _train, "rows.jsonl")
-    tags = "!!python/object/apply:os.system [\"touch '%s'\"]"
-    yield Artifact(
-        "a recipe with tags",
-        lambda p: (p.inputs / "r.yaml").write_text(f"model: {tags % p.canary}\n"),
-        _train,
-        "r.yaml",
-    )  # type: ignore[arg-type]
+    yield Artifact("pickled rows", lambda p: overwrite(p.inputs / "rows.jsonl", bomb(p)), TRAIN, "rows.jsonl")
+    yield Artifact("a recipe with tags", _tagged, TRAIN, "r.yaml")
     for name in ("../../outside", "/outside-of-tuner"):
-        yield Artifact(f"a run named {name}", lambda p: None, lambda p, n=name: (*p.train[:3], n), "name")
+        yield Artifact(f"a run named {name}", lambda p: None, (*TRAIN[:3], name), "name")
+
+
+def _tagged(place: Place) -> None:
+    tags = f"!!python/object/apply:os.system [\"touch '{place.canary}'\"]"
+    (place.inputs / "r.yaml").write_text(f"model: {tags}\n")

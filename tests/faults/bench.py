@@ -52,8 +52,8 @@ class Bench:
         self.traces: dict[str, Trace] = {}
         """The unbroken work of each job, with every written byte."""
 
-    def set_up(self, whole: bool = True) -> None:
-        """Write the inputs, do every job once unbroken, and keep what it began from; not `whole`: up to `train`."""
+    def set_up(self) -> None:
+        """Write the inputs, do every job once unbroken, and keep what it began from."""
         settings = f"checkpoint: {{async_save: {str(self.beside).lower()}}}\n"
         settings += f"{self.settings}\n" if self.settings else ""
         if self.processes > 1:  # one that waits for a process that never began cannot know before
@@ -66,11 +66,10 @@ class Bench:
         self._unbroken("prepare", "prepared")
         self._note_steps("train", self.sound)
         self._unbroken("train", "trained")
-        if whole:
-            self._break_a_run()
-            self._note_resume()
-            self._unbroken("resume")
-            self._unbroken("export")
+        self._break_a_run()
+        self._note_resume()
+        self._unbroken("resume")
+        self._unbroken("export")
         settle()
 
     def restore(self, start: str) -> None:

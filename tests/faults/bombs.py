@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from tests.faults.artifacts import Artifact, Place, byte_tokenizer, overwrite, rehashed
+from tests.faults.artifacts import EXPORT, GENERATE, TRAIN, Artifact, Place, byte_tokenizer, overwrite, rehashed
 
 MIB = 1 << 20
 MEMBERS = 64
@@ -31,20 +34,26 @@ def _rows_bomb(place: Place, name: str, first: bytes, unit: bytes, members: int 
 
 def _reads(place: Place, name: str) -> None:
     """Have the recipe train on a file of the inputs."""
-    recipe = (place.inputs / "r.yaml").read_text()
-    (place.inputs / "r.yaml").write_text(recipe.replace(str(place.inputs / "rows.jsonl"), str(place.inputs / name)))
+    place.replace(place.inputs / "rows.jsonl", place.inputs / name)
 
 
-def _table(place: Place, name: str, column: Any, **how: Any) -> None:
+def _table(place: Place, name: str, made: Callable[[], Any], **how: Any) -> None:
     """A table of a column of completions, as small a file as its kind allows."""
+    import pyarrow as pa
+
+    column = made()
+    prompt = pa.array(["a"]).take(pa.array([0] * len(column), pa.int32()))
+    settings = {"dictionary_pagesize_limit": 64 * MIB, "store_schema": False, **how}
+    _written(place, name, pa.table({"prompt": prompt, "completion": column}), **settings)
+
+
+def _written(place: Place, name: str, table: Any, **how: Any) -> None:
+    """A table as a file of its kind, on which the recipe trains; what else is said is of parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    prompt = pa.array(["a"]).take(pa.array([0] * len(column), pa.int32()))
-    table = pa.table({"prompt": prompt, "completion": column})
     if name.endswith(".parquet"):
-        settings = {"dictionary_pagesize_limit": 64 * MIB, "compression": "zstd", **how}
-        pq.write_table(table, place.inputs / name, store_schema=False, **settings)
+        pq.write_table(table, place.inputs / name, compression="zstd", **how)
     else:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_file(place.inputs / name, table.schema, options=options) as writer:
@@ -110,16 +119,8 @@ HONEST = {
 
 def _honest(place: Place, name: str, row: Callable[[int], dict[str, str]]) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([row(i) for i in range(20_000)])
-    if name.endswith(".parquet"):
-        pq.write_table(table, place.inputs / name, compression="zstd")
-    else:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(place.inputs / name, table.schema, options=options) as writer:
-            writer.write_table(table)
-    _reads(place, name)
+    _written(place, name, pa.Table.from_pylist([row(i) for i in range(20_000)]))
 
 
 def _task_bomb(place: Place, first: bytes, unit: bytes) -> None:
@@ -128,24 +129,22 @@ def _task_bomb(place: Place, first: bytes, unit: bytes) -> None:
     )
 
 
-def _eval_task(place: Place) -> tuple[str, ...]:
-    return ("eval", str(place.run), "--tasks", str(place.inputs / "quiz.jsonl.gz"))
-
-
-def _train(place: Place) -> tuple[str, ...]:
-    return place.train
-
-
-def _prepare(place: Place) -> tuple[str, ...]:
-    return ("prepare-data", str(place.inputs / "r.yaml"), "--data.too_long", "truncate")
-
-
+EVAL_TASK = ("eval", "{run}", "--tasks", "{inputs}/quiz.jsonl.gz")
+PREPARE = ("prepare-data", "{inputs}/r.yaml", "--data.too_long", "truncate")
 _SHORT = b'{"prompt": "a", "completion": "b"}\n'
 _LONG = b'{"prompt": "a", "completion": "'
 
 
-def _short_rows(count: int = 16 * MIB // 256) -> bytes:
+def _short_rows(count: int) -> bytes:
     return b"".join(b'{"prompt": "%d", "completion": "%s"}\n' % (i, b"b" * 220) for i in range(count))
+
+
+def _many_short_rows(place: Place, name: str) -> None:
+    _rows_bomb(place, name, _short_rows(16 * MIB // 256), b"\n", 1, each=16)
+
+
+def _long_row(place: Place) -> None:
+    overwrite(place.inputs / "rows.jsonl", _short_rows(64) + _LONG + b"b" * (7 * MIB) + b'"}\n')
 
 
 ROWS: dict[str, tuple[str, bytes, bytes]] = {
@@ -161,43 +160,27 @@ def data_bombs() -> Iterator[Artifact]:
     for words, (name, first, unit) in ROWS.items():
         for kind in ("gz", "zst"):
             file = f"{name}.{kind}"
-            yield Artifact(
-                f"{kind} bomb: {words}",
-                lambda p, f=file, a=first, u=unit: _rows_bomb(p, f, a, u),
-                _train,
-                file,
-            )
-    for kind in ("gz", "zst"):
-        name = f"bomb.jsonl.{kind}"
-        yield Artifact(f"{kind} bomb: short rows", lambda p, n=name: _rows_bomb(p, n, b"", _SHORT), _train, name)
-    for kind in ("gz", "zst"):  # as much as no ratio tells of
-        yield Artifact(
-            f"{kind} rows: one line of 48 MiB",
-            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _LONG, b"b", 3, each=16),
-            _train,
-            "longer than 8 MiB",
-        )
-        yield Artifact(
-            f"{kind} rows: 16 MiB of short lines",
-            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _short_rows(), b"\n", 1, each=16), _prepare, "",
-            refused=False,
-        )
-    yield Artifact(
-        "a line of 7 MiB",
-        lambda p: overwrite(p.inputs / "rows.jsonl", _short_rows(64) + _LONG + b"b" * (7 * MIB) + b'"}\n'), _prepare,
-        "", refused=False,
-    )
+            plant = partial(_rows_bomb, name=file, first=first, unit=unit)
+            yield Artifact(f"{kind} bomb: {words}", plant, TRAIN, file)
+    for name in ("bomb.jsonl.gz", "bomb.jsonl.zst"):
+        kind = name.rpartition(".")[2]
+        short = partial(_rows_bomb, name=name, first=b"", unit=_SHORT)
+        yield Artifact(f"{kind} bomb: short rows", short, TRAIN, name)
+        # As much as no ratio tells of.
+        line = partial(_rows_bomb, name=name, first=_LONG, unit=b"b", members=3, each=16)
+        yield Artifact(f"{kind} rows: one line of 48 MiB", line, TRAIN, "longer than 8 MiB")
+        many = partial(_many_short_rows, name=name)
+        yield Artifact(f"{kind} rows: 16 MiB of short lines", many, PREPARE, "", refused=False)
+    yield Artifact("a line of 7 MiB", _long_row, PREPARE, "", refused=False)
     for words, (name, column, how) in TABLES.items():
-        plant = lambda p, n=name, c=column, h=how: _table(p, n, c(), **h)  # noqa: E731 - one of each
-        yield Artifact(f"{words.strip()} in {name}", plant, _train, name)
+        yield Artifact(f"{words.strip()} in {name}", partial(_table, name=name, made=column, **how), TRAIN, name)
     for words, row in HONEST.items():
         for name in ("honest.parquet", "honest.arrow"):
-            plant = lambda p, n=name, r=row: _honest(p, n, r)  # noqa: E731 - one of each
-            yield Artifact(f"{words} in {name}", plant, _prepare, "", refused=False)
+            yield Artifact(f"{words} in {name}", partial(_honest, name=name, row=row), PREPARE, "", refused=False)
     item = b'{"prompt": "a", "answer": "b"}\n'
     for words, first, unit in (("one line", b'{"prompt": "', b"a"), ("items without end", b"", item)):
-        plant = lambda p, a=first, u=unit: _task_bomb(p, a, u)  # noqa: E731 - one of each
-        yield Artifact(f"gz bomb as a task: {words}", plant, _eval_task, "quiz.jsonl.gz")
+        plant = partial(_task_bomb, first=first, unit=unit)
+        yield Artifact(f"gz bomb as a task: {words}", plant, EVAL_TASK, "quiz.jsonl.gz")
 
 
 def _raw(text: bytes, length: int | None = None) -> bytes:
@@ -256,8 +239,6 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 def teaching(place: Place, more: str = "") -> Path:
     """Have the recipe learn from a teacher, a copy of the base model with a tokenizer."""
-    import shutil
-
     teacher = place.inputs / "teacher"
     shutil.copytree(place.model, teacher)
     byte_tokenizer(teacher)
@@ -268,46 +249,37 @@ def teaching(place: Place, more: str = "") -> Path:
 
 def _given(place: Place) -> Path:
     """Have the model begin with weights from another one."""
-    import shutil
-
     source = place.inputs / "source"
     shutil.copytree(place.model, source)
-    recipe = (place.inputs / "r.yaml").read_text()
-    (place.inputs / "r.yaml").write_text(recipe.replace("model: {", f"model: {{init_from: [{source}], "))
+    place.replace("model: {", f"model: {{init_from: [{source}], ")
     return source
 
 
-def _replace(path: Path, make: Callable[[bytes], bytes]) -> None:
+def _of_model(place: Place) -> Path:
+    byte_tokenizer(place.model)
+    return place.model
+
+
+def _weights(place: Place, of: Callable[[Place], Path], make: Callable[[bytes], bytes]) -> None:
+    """The weights in a directory, of which ``make`` makes others."""
+    path = of(place) / "model.safetensors"
     overwrite(path, make(path.read_bytes()))
 
 
 def _in_checkpoint(place: Place, name: str, make: Callable[[bytes], bytes]) -> None:
-    _replace(place.newest / name, make)
+    overwrite(place.newest / name, make((place.newest / name).read_bytes()))
     rehashed(place.newest, name)
 
 
 def header_bombs() -> Iterator[Artifact]:
     """Each header in each place where weights come from."""
-    weights = "model.safetensors"
-    export = ("export-hf", "runs/a/checkpoints/step-4", "--output", "out")
+    weights, probe, base = "model.safetensors", "probe.safetensors", attrgetter("model")
     for words, make in HEADERS.items():
-        yield Artifact(f"{words}, base model", lambda p, m=make: _replace(p.model / weights, m), _train, weights)
-        yield Artifact(f"{words}, init_from", lambda p, m=make: _replace(_given(p) / weights, m), _train, "source")
-        yield Artifact(
-            f"{words}, shard", lambda p, m=make: _in_checkpoint(p, SHARD, m), lambda _: export, "", refused=None
-        )
+        yield Artifact(f"{words}, base model", partial(_weights, of=base, make=make), TRAIN, weights)
+        yield Artifact(f"{words}, init_from", partial(_weights, of=_given, make=make), TRAIN, "source")
+        yield Artifact(f"{words}, shard", partial(_in_checkpoint, name=SHARD, make=make), EXPORT, "", refused=None)
     for words in ("a header of 2^60 bytes", "a deep header", "a huge shape", "a pickle"):
         make = HEADERS[words]
-        yield Artifact(
-            f"{words}, probe",
-            lambda p, m=make: _in_checkpoint(p, "probe.safetensors", m),
-            lambda _: export,
-            "probe.safetensors",
-        )
-        yield Artifact(f"{words}, teacher", lambda p, m=make: _replace(teaching(p) / weights, m), _train, weights)
-        yield Artifact(
-            f"{words}, generate",
-            lambda p, m=make: (byte_tokenizer(p.model), _replace(p.model / weights, m)),
-            lambda p: ("generate", str(p.model), "--prompt", "a"),
-            weights,
-        )
+        yield Artifact(f"{words}, probe", partial(_in_checkpoint, name=probe, make=make), EXPORT, probe)
+        yield Artifact(f"{words}, teacher", partial(_weights, of=teaching, make=make), TRAIN, weights)
+        yield Artifact(f"{words}, generate", partial(_weights, of=_of_model, make=make), GENERATE, weights)

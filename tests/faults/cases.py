@@ -95,7 +95,7 @@ def write_inputs(directory: Path, case: Case, settings: str) -> None:
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
     }  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
-    directory.mkdir()
+    directory.mkdir(parents=True)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)) if case.mixture else None
     (model or LlamaForCausalLM(LlamaConfig(**shape))).save_pretrained(directory / "model")
     rng = random.Random(0)

@@ -1,7 +1,6 @@
 """Bits flipped and files cut in checkpoints: each must be noticed, its file named, and the one before used."""
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,23 +8,20 @@ from typing import Literal
 
 from tests.faults.bench import Bench
 from tests.faults.cases import RUN
-from tests.faults.trials import Verdict
+from tests.faults.trials import AnyPoint, Verdict
 
 FULLY = 50
 """Every so many trials the whole run goes on from what is left."""
 
 
 @dataclass(frozen=True)
-class DamagePoint:
+class DamagePoint(AnyPoint):
     """One damaged file of the newest checkpoint; `place` is a fraction of its bytes."""
 
-    number: int
-    case: str
     file: str
     kind: Literal["flip", "cut"]
     place: float
     bit: int
-    job: str = "resume"
 
     @property
     def words(self) -> str:
@@ -42,7 +38,7 @@ def damage_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[D
         bench = benches[number % len(benches)]
         names = files[bench.case]
         kind: Literal["flip", "cut"] = "cut" if rng.random() < 0.25 else "flip"
-        yield DamagePoint(number, bench.case, rng.choice(names), kind, rng.random(), rng.randrange(8))
+        yield DamagePoint(number, bench.case, "resume", rng.choice(names), kind, rng.random(), rng.randrange(8))
 
 
 def newest_dir(bench: Bench, start: str) -> list[Path]:
@@ -57,7 +53,6 @@ def damage_trial(bench: Bench, point: DamagePoint) -> Verdict:
     from tuner.checkpoint.open import newest, open_checkpoint
     from tuner.errors import DataError
 
-    started = time.monotonic()
     bench.restore("trained")
     steps = sorted(int(path.name[5:]) for path in (bench.root / RUN / "checkpoints").iterdir())
     path = bench.root / RUN / "checkpoints" / f"step-{steps[-1]}" / point.file
@@ -82,7 +77,6 @@ def damage_trial(bench: Bench, point: DamagePoint) -> Verdict:
         verdict.problems.append(f"the warning names no file: {warnings}")
     if point.number % FULLY == 0:
         verdict.problems += _go_on(bench, point)
-    verdict.ms = (time.monotonic() - started) * 1000
     return verdict
 
 

@@ -176,22 +176,18 @@ class Disk:
     def _mkdir(self, call: Call) -> None:
         parent, name = self._parent(call.path)
         if parent is not None and name not in parent.names:
-            self._move((parent, name, Node(directory=True)))
+            made = Node(directory=True) if call.kind == "mkdir" else Node(target=call.other or "?")
+            self._move((parent, name, made))
 
-    def _symlink(self, call: Call) -> None:
-        parent, name = self._parent(call.path)
-        if parent is not None and name not in parent.names:
-            self._move((parent, name, Node(target=call.other or "?")))
+    _symlink = _mkdir
 
     def _unlink(self, call: Call) -> None:
         parent, name = self._parent(call.path)
-        if parent is not None and name in parent.names and not parent.names[name].directory:
+        node = None if parent is None else parent.names.get(name)
+        if parent is not None and node is not None and node.directory == (call.kind == "rmdir") and not node.names:
             self._move((parent, name, None))
 
-    def _rmdir(self, call: Call) -> None:
-        parent, name = self._parent(call.path)
-        if parent is not None and name in parent.names and not parent.names[name].names:
-            self._move((parent, name, None))
+    _rmdir = _unlink
 
     def _rename(self, call: Call) -> None:
         parent, name = self._parent(call.path)

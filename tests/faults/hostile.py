@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tests.faults.bench import Bench
 from tests.faults.bombs import data_bombs, header_bombs
 from tests.faults.links import links
 from tests.faults.supervisor import PATIENCE_S, Trace, supervise
-from tests.faults.trials import Verdict
+from tests.faults.trials import AnyPoint, Verdict
 
 INTERNET = (2, 10)
 MOST_MIB = 500
@@ -33,13 +32,10 @@ STOP_MIB = 3072
 
 
 @dataclass(frozen=True)
-class HostilePoint:
-    """One attempt, by its number."""
+class HostilePoint(AnyPoint):
+    """One attempt."""
 
-    number: int
-    case: str
     artifact: Artifact
-    job: str = "hostile"
 
     @property
     def words(self) -> str:
@@ -50,7 +46,7 @@ class HostilePoint:
 def hostile_points(bench: Bench) -> Iterator[HostilePoint]:
     """All attempts, numbered."""
     for number, artifact in enumerate(all_artifacts()):
-        yield HostilePoint(number, bench.case, artifact)
+        yield HostilePoint(number, bench.case, "hostile", artifact)
 
 
 def all_artifacts() -> Iterator[Artifact]:
@@ -61,22 +57,18 @@ def all_artifacts() -> Iterator[Artifact]:
 
 def hostile_trial(bench: Bench, point: HostilePoint) -> Verdict:
     """One attempt; its memory is judged where nothing was imported for it, if the fork took much."""
-    started = time.monotonic()
     trace, problems = attempt(bench, point.artifact)
-    if trace.grown_mib > GROWTH_MIB:
-        peak = peak_as_a_program(bench, point.artifact)
-        problems += [f"took {peak} MiB"] if peak > MOST_MIB else []
-    else:
-        peak = 0
-    ms = (time.monotonic() - started) * 1000
+    peak = peak_as_a_program(bench, point.artifact) if trace.grown_mib > GROWTH_MIB else 0
+    if peak > MOST_MIB:
+        problems.append(f"took {peak} MiB")
     where = [f"hostile: {point.words}"]
-    return Verdict(point, where, 1, problems, ms=ms, code=trace.code, grown_mib=trace.grown_mib, peak_mib=peak)
+    return Verdict(point, where, 1, problems, code=trace.code, grown_mib=trace.grown_mib, peak_mib=peak)
 
 
 def attempt(bench: Bench, artifact: Artifact) -> tuple[Trace, list[str]]:
     """Plant one artifact and run the command that meets it; returns what it did, and what is wrong with that."""
     with _planted(bench, artifact) as place:
-        command = artifact.command(place)
+        command = place.words(artifact.command)
         before, size = _tree(place.inputs), _mib(bench.root)
         trace = supervise(lambda: _bounded(bench, command), bench.root)
         wrong = _wrong(bench, artifact, trace)
@@ -121,7 +113,7 @@ def peak_as_a_program(bench: Bench, artifact: Artifact) -> int:
     with _planted(bench, artifact) as place:
         own = {"TUNER_CACHE": str(bench.root / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(
-            [sys.executable, "-c", _SMALL, *artifact.command(place)], cwd=bench.root, env={**os.environ, **own},
+            [sys.executable, "-c", _SMALL, *place.words(artifact.command)], cwd=bench.root, env={**os.environ, **own},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, preexec_fn=_bound,
         )  # fmt: skip
     return int(done.stdout.splitlines()[-1]) >> 10

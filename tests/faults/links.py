@@ -1,22 +1,19 @@
 """Links, pipes and devices under every name of a run directory and of the cache, and the commands that meet them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from tests.faults.artifacts import RESUME, Artifact, Place
+from tests.faults.artifacts import RESUME, TRAIN, Artifact, Place
+from tests.faults.bombs import teaching
 from tests.faults.cases import RUN
+from tests.fixtures.tables import cases
 from tuner.rundir.layout import NAMES
 
-BELOW = (
-    "checkpoints/step-4", "exports/step-4", "exports/step-4-adapter", "exports/latest", "launches/1",
-    "launches/1/git.diff", "evaluations/step-4", "evaluations/step-4/a.jsonl", "logs/rank0.log", "logs/export.log",
-    "logs/windows.log", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "model_config/config.json",
-    "profile/trace.json", "prober/step-4", "trackers/wandb.json", "checkpoints/step-4/manifest.json",
-    "checkpoints/step-4/index.json", "checkpoints/step-4/state.json", "checkpoints/step-4/probe.safetensors",
-    "checkpoints/step-4/rank-0000-of-0001.safetensors",
-)  # fmt: skip
+BELOW: Any = cases(__file__, "below")
 """Names further down in a run directory."""
 A = str(RUN)
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -36,13 +33,24 @@ CACHED = (
 )  # fmt: skip
 """Every name of the cache; what is a hash is looked for."""
 PREPARING: dict[str, tuple[str, ...]] = {
-    "train": ("train", "--name", "b"), "prepare-data": ("prepare-data", "--data.max_length", "48"),
-    "prepare-data of more": ("prepare-data", "--data.eval", "20%"), "data list": ("data", "list"),
+    "train": TRAIN, "prepare-data": ("prepare-data", "{inputs}/r.yaml", "--data.max_length", "48"),
+    "prepare-data of more": ("prepare-data", "{inputs}/r.yaml", "--data.eval", "20%"), "data list": ("data", "list"),
     "data verify": ("data", "verify"), "data gc": ("data", "gc", "--unused", "--verify"),
 }
 
 
-def _to(kind: str, link: Path, place: Place) -> None:
+def _in_run(place: Place, kind: str, name: str) -> None:
+    _to(place, kind, place.run / name)
+
+
+def _in_cache(place: Place, kind: str, name: str) -> None:
+    """At the first path of the cache that a name means; one of a made-up key where there is none."""
+    cache = place.root / "cache"
+    made_up = cache / name.replace(KEY, "0" * 16).replace("*", "0" * 16)
+    _to(place, kind, next(iter(sorted(cache.glob(name))), made_up))
+
+
+def _to(place: Place, kind: str, link: Path) -> None:
     """Put a link of a kind, or a pipe, in the place of whatever is there."""
     place.outside.mkdir(exist_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -78,18 +86,11 @@ def _in_runs() -> Iterator[Artifact]:
             is_inside = name.startswith("checkpoints/step-4/")
             refused = None if kind == "a pipe" or is_inside else True
             said = "no export yet" if command == "push" and is_inside else Path(name).name  # it looks at no checkpoint
-            yield Artifact(
-                f"{command}: {name}, {kind}",
-                lambda p, n=name, k=kind: _to(k, p.run / n, p),
-                lambda _, c=command: COMMANDS[c],
-                said,
-                refused,
-            )
+            plant = partial(_in_run, kind=kind, name=name)
+            yield Artifact(f"{command}: {name}, {kind}", plant, COMMANDS[command], said, refused)
     for kind in KINDS[:2]:
-        yield Artifact(
-            f"runs list: metrics.jsonl, {kind}", lambda p, k=kind: _to(k, p.run / "metrics.jsonl", p),
-            lambda _: ("runs", "list", "runs"), "metrics.jsonl: a link", refused=False,
-        )
+        plant, listed = partial(_in_run, kind=kind, name="metrics.jsonl"), ("runs", "list", "runs")
+        yield Artifact(f"runs list: metrics.jsonl, {kind}", plant, listed, "metrics.jsonl: a link", refused=False)
 
 
 def _in_the_cache() -> Iterator[Artifact]:
@@ -97,42 +98,21 @@ def _in_the_cache() -> Iterator[Artifact]:
     for name in CACHED:
         for _ in range(3):
             kind, command = next(kinds), next(commands)
-            yield Artifact(
-                f"{command}: cache/{name}, {kind}", lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
-                lambda p, c=command: _with_recipe(p, PREPARING[c]), "", refused=None,
-            )
+            plant = partial(_in_cache, kind=kind, name=name)
+            yield Artifact(f"{command}: cache/{name}, {kind}", plant, PREPARING[command], "", refused=None)
     for kind in KINDS[:3]:
-        yield Artifact(
-            f"train on a teacher's columns: cache/teacher, {kind}",
-            lambda p, k=kind: (_taught(p, ", top_k: 4"), _to(k, p.root / "cache" / "teacher", p)),
-            lambda p: p.train,
-            "cache/teacher",
-        )
+        taught = partial(_taught, kind=kind)
+        yield Artifact(f"train on a teacher's columns: cache/teacher, {kind}", taught, TRAIN, "cache/teacher")
     for name in ("exports", "exports/*.json"):
         for kind in KINDS[:3]:
-            yield Artifact(
-                f"export-hf: cache/{name}, {kind}", lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
-                lambda _: ("export-hf", A), "", refused=None,
-            )
-    yield Artifact("the cache as a whole is a link", _moved_cache, lambda p: p.train, "", refused=False)
+            plant = partial(_in_cache, kind=kind, name=name)
+            yield Artifact(f"export-hf: cache/{name}, {kind}", plant, COMMANDS["export-hf"], "", refused=None)
+    yield Artifact("the cache as a whole is a link", _moved_cache, TRAIN, "", refused=False)
 
 
-def _cached(place: Place, name: str) -> Path:
-    """The first path of the cache that a name means; one of a made-up key where there is none."""
-    cache = place.root / "cache"
-    made_up: Callable[[str], str] = lambda text: text.replace(KEY, "0" * 16).replace("*", "0" * 16)  # noqa: E731
-    return next(iter(sorted(cache.glob(name))), cache / made_up(name))
-
-
-def _with_recipe(place: Place, command: tuple[str, ...]) -> tuple[str, ...]:
-    """A command of the table; those that take a recipe get it."""
-    return command if command[0] == "data" else (command[0], str(place.inputs / "r.yaml"), *command[1:])
-
-
-def _taught(place: Place, more: str) -> None:
-    from tests.faults.bombs import teaching
-
-    teaching(place, more)
+def _taught(place: Place, kind: str) -> None:
+    teaching(place, ", top_k: 4")
+    _to(place, kind, place.root / "cache" / "teacher")
 
 
 def _moved_cache(place: Place) -> None:

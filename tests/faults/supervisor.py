@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.faults import notify
-from tests.faults.calls import RULES, SPACE, Call, memory, understand
+from tests.faults.calls import RULES, SPACE, Call, understand
 
 Kind = Literal["kill", "tear", "kill-one", "full", "error", "short"]
 PATIENCE_S = 120.0
@@ -108,50 +108,49 @@ class Supervisor:
         except (OSError, ValueError):  # killed while it waited
             notify.go_on(listener, notice)
             return
-        if not (call.path == self.root or call.path.startswith(self.below) or call.other.startswith(self.below)):
+        inside = call.path == self.root or call.path.startswith(self.below) or call.other.startswith(self.below)
+        if not inside:
             self._note(call)
-            notify.go_on(listener, notice)
-            return
-        if call.kind == "close" and not call.flags & (os.O_WRONLY | os.O_RDWR):
-            notify.go_on(listener, notice)
-            return
-        self.trace.calls.append(call)
-        fault = self.fault
-        if fault is None:
-            notify.go_on(listener, notice)
-            return
+        elif call.kind != "close" or call.flags & (os.O_WRONLY | os.O_RDWR):
+            self.trace.calls.append(call)
+            if self.fault is not None and self._is_answered(listener, notice, call, self.fault):
+                return
+        notify.go_on(listener, notice)
+
+    def _is_answered(self, listener: int, notice: notify.Notice, call: Call, fault: Fault) -> bool:
+        """Whether the fault is the answer to a counted call, which does not run then."""
         self.counted += fault.counts(call)
-        if self.counted < fault.at:
-            notify.go_on(listener, notice)
-        elif fault.kind == "full":
-            refused = call.kind in SPACE or call.creates
-            if refused and not self.trace.struck:
-                self.trace.struck_at = len(self.trace.calls)
-            self._error(listener, notice, errno.ENOSPC) if refused else notify.go_on(listener, notice)
+        if self.counted < fault.at or (fault.kind == "full" and not (call.kind in SPACE or call.creates)):
+            return False
+        if fault.kind == "full":
+            self.trace.struck_at = self.trace.struck_at or len(self.trace.calls)
+            notify.answer(listener, notice, error=errno.ENOSPC)
         elif not self.trace.struck and self.counted == fault.at:
             self.trace.struck_at = len(self.trace.calls)
-            self._strike(listener, notice, call, fault.kind)
+            return self._strike(listener, notice, call, fault.kind)
         elif fault.kind in ("kill", "tear"):
             self.trace.calls.pop()  # another process of the child, on its way down
             self._kill()
         else:
-            notify.go_on(listener, notice)
+            return False
+        return True
 
-    def _strike(self, listener: int, notice: notify.Notice, call: Call, kind: Kind) -> None:
-        if kind == "kill":
-            self._kill()
-        elif kind == "tear":
-            self._half(notice, call)
-            self._kill()
+    def _strike(self, listener: int, notice: notify.Notice, call: Call, kind: Kind) -> bool:
+        """Whether it did: nothing is half done but a write."""
+        if kind == "short" and not (call.kind == "write" and call.size > 1):
+            self.trace.struck_at = 0
+            return False
+        if kind == "error":
+            notify.answer(listener, notice, error=errno.EIO)
+        elif kind == "short":
+            notify.answer(listener, notice, self._half(notice, call))
         elif kind == "kill-one":
             os.kill(notify.process_of(notice.thread), signal.SIGKILL)
-        elif kind == "error":
-            self._error(listener, notice, errno.EIO)
-        elif call.kind == "write" and call.size > 1:
-            notify.answer(listener, notice, self._half(notice, call))
         else:
-            self.trace.struck_at = 0
-            notify.go_on(listener, notice)
+            if kind == "tear":
+                self._half(notice, call)
+            self._kill()
+        return True
 
     def _half(self, notice: notify.Notice, call: Call) -> int:
         """Do half of a write in the child's place."""
@@ -166,9 +165,6 @@ class Supervisor:
             return os.write(descriptor, half)
         finally:
             os.close(descriptor)
-
-    def _error(self, listener: int, notice: notify.Notice, code: int) -> None:
-        notify.answer(listener, notice, error=code)
 
     def _note(self, call: Call) -> None:
         if call.kind in ("socket", "program") or call.name == "io_uring_setup":
@@ -243,6 +239,3 @@ def _be_the_child(work: Callable[[], int], root: Path, parent: socket.socket, ou
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-__all__ = ["Fault", "Kind", "Supervisor", "Trace", "memory", "supervise"]

@@ -5,31 +5,17 @@ And damaged and hostile artifacts. In one file, whose tests share the jobs that 
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from tests.faults.bench import Bench
 from tests.faults.evidence import label, phase
 from tests.faults.hostile import all_artifacts, attempt, hostile_points, hostile_trial
-from tests.faults.trials import (
-    kill_points,
-    kill_trial,
-)
+from tests.faults.trials import kill_points, kill_trial
+from tests.fixtures.tables import cases
 
-SAMPLE = (
-    "pickle as checkpoint/index.json",
-    "a shard of pickles, resealed",
-    "index to '/etc/passwd'",
-    "weights index to ../elsewhere.safetensors",
-    "pickle as model/model.safetensors",
-    "config with hidden_act",
-    "template: globals",
-    "a recipe with tags",
-    "a huge shape, generate",
-    "adapter with layers_pattern that backtracks, generate",
-    "train: cache/prepared, to what was there",
-    "the cache as a whole is a link",
-)
+SAMPLE: Any = cases(__file__, "sample")
 
 
 def test_killed_in_every_phase(bench: Bench) -> None:

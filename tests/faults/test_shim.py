@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.faults.supervisor import Fault, Kind, supervise
+from tests.fixtures.tables import cases
 
 
 def names(root: Path, trace: object) -> list[str]:
@@ -33,10 +34,7 @@ def python() -> int:
 def test_calls_are_seen_in_order_with_their_files(tmp_path: Path) -> None:
     trace = supervise(python, tmp_path, record=True)
     assert trace.code == 7
-    assert names(tmp_path, trace) == [
-        "mkdir a", "openat a/b", "write a/b", "close a/b", "rename a/b", "link c", "symlink e", "truncate c",
-        "unlink d", "unlink e", "rmdir a",
-    ]  # fmt: skip
+    assert names(tmp_path, trace) == cases(__file__, "calls_of_python")
     assert trace.calls[2].data == b"0123456789"
     assert (trace.calls[4].other, trace.calls[5].other) == (str(tmp_path / "c"), str(tmp_path / "d"))
 

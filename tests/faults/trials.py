@@ -2,10 +2,11 @@
 
 import random
 import re
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
 from tests.faults.bench import Bench
 from tests.faults.calls import Call
@@ -17,12 +18,23 @@ from tests.faults.supervisor import Fault, Kind, Trace
 
 
 @dataclass(frozen=True)
-class Point:
-    """One trial of a campaign, by its number: a job of a case, and the faults of one launch after the other."""
+class AnyPoint(ABC):
+    """One trial of a campaign, by its number: a job of a case."""
 
     number: int
     case: str
     job: str
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What happens, in a line."""
+
+
+@dataclass(frozen=True)
+class Point(AnyPoint):
+    """The faults of one launch after the other."""
+
     faults: tuple[Fault, ...]
 
     @property
@@ -32,12 +44,9 @@ class Point:
 
 
 @dataclass(frozen=True)
-class PowerPoint:
+class PowerPoint(AnyPoint):
     """One power loss: where in the calls of a job (a fraction), what of the unflushed is there, and a seed for it."""
 
-    number: int
-    case: str
-    job: str
     place: float
     mode: Mode
     killed: int
@@ -51,22 +60,6 @@ class PowerPoint:
         return f"{before}power lost after {self.place:.3f} of the calls, {self.mode} of the unflushed is there"
 
 
-class AnyPoint(Protocol):
-    """A trial of any part of the campaign."""
-
-    @property
-    def number(self) -> int: ...  # noqa: D102
-
-    @property
-    def case(self) -> str: ...  # noqa: D102
-
-    @property
-    def job(self) -> str: ...  # noqa: D102
-
-    @property
-    def words(self) -> str: ...  # noqa: D102
-
-
 @dataclass
 class Verdict:
     """What a trial showed."""
@@ -78,6 +71,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     lost_steps: int = 0
     ms: float = 0.0
+    """How long it took, where that was measured."""
     code: int = 0
     grown_mib: int = 0
     peak_mib: int = 0
@@ -95,29 +89,34 @@ class Verdict:
 
 def kill_points(benches: Sequence[Bench], jobs: Sequence[str] = ()) -> Iterator[Point]:
     """Every call of every job: killed before it, and in the middle of every write."""
-    number = 0
+    return _at_every_call(benches, jobs, ("kill",), "tear")
+
+
+def _at_every_call(
+    benches: Sequence[Bench], jobs: Sequence[str], kinds: tuple[Kind, ...], of_writes: Kind
+) -> Iterator[Point]:
+    numbers = count()
     for bench in benches:
         for job in jobs or bench.jobs:
             for at, call in enumerate(bench.traces[job].calls, 1):
-                for kind in ("kill", "tear") if call.kind == "write" and call.size > 1 else ("kill",):
-                    yield Point(number, bench.case, job, (Fault(at, kind),))
-                    number += 1
+                for kind in (*kinds, of_writes) if call.kind == "write" and call.size > 1 else kinds:
+                    yield Point(next(numbers), bench.case, job, (Fault(at, kind),))
 
 
-def rank_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[Point]:
+def rank_points(benches: Sequence[Bench], trials: int, seed: int) -> Iterator[Point]:
     """Any call of any rank of a training or a resume: all ranks die there, or the one alone."""
     rng = random.Random(seed)
-    for number in range(count):
+    for number in range(trials):
         bench = benches[number % len(benches)]
         job = rng.choice(("train", "resume"))
         fault = Fault(rng.randint(1, len(bench.traces[job].calls)), rng.choice(("kill", "tear", "kill-one")))
         yield Point(number, bench.case, job, (fault,))
 
 
-def compound_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[Point]:
+def compound_points(benches: Sequence[Bench], trials: int, seed: int) -> Iterator[Point]:
     """Killed at any call, then again while it recovers, and every third once more."""
     rng = random.Random(seed)
-    for number in range(count):
+    for number in range(trials):
         bench = benches[number % len(benches)]
         job = rng.choice(sorted(bench.jobs))
         calls = len(bench.traces[job].calls)
@@ -127,24 +126,16 @@ def compound_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator
 
 def error_points(benches: Sequence[Bench], jobs: Sequence[str] = ()) -> Iterator[Point]:
     """At every call: a disk that is full from there on, EIO, and for a write half of its bytes."""
-    number = 0
-    for bench in benches:
-        for job in jobs or bench.jobs:
-            for at, call in enumerate(bench.traces[job].calls, 1):
-                for kind in _ERRORS if call.kind == "write" and call.size > 1 else _ERRORS[:2]:
-                    yield Point(number, bench.case, job, (Fault(at, kind),))
-                    number += 1
+    return _at_every_call(benches, jobs, ("full", "error"), "short")
 
 
 _HARMLESS = ("close", "unlink", "rmdir", "truncate", "copy", "link", "mkdir")
 _IDLE = re.compile(r"/logs/|/cache/exports")
 _KILLS: tuple[Kind, ...] = ("kill", "tear")
-_ERRORS: tuple[Kind, ...] = ("full", "error", "short")
 
 
 def kill_trial(bench: Bench, point: Point) -> Verdict:
     """Kill, judge what is left; likewise for each further kill of the recovery; then finish and judge that."""
-    started = time.monotonic()
     job = bench.jobs[point.job]
     bench.restore(job.start)
     verdict = Verdict(point, [], 0)
@@ -160,13 +151,11 @@ def kill_trial(bench: Bench, point: Point) -> Verdict:
         if trace.code == HANGS:
             verdict.problems.append(f"hangs: {trace.output[-200:]}")
     _finish(verdict, bench, job, committed)
-    verdict.ms = (time.monotonic() - started) * 1000
     return verdict
 
 
 def error_trial(bench: Bench, point: Point) -> Verdict:
     """A call fails: what was there stays, the error says where, and the same command finishes the work afterwards."""
-    started = time.monotonic()
     job, (fault,) = bench.jobs[point.job], point.faults
     bench.restore(job.start)
     verdict = Verdict(point, [], 0)
@@ -177,7 +166,6 @@ def error_trial(bench: Bench, point: Point) -> Verdict:
         verdict.problems += _told(bench, trace, fault)
     verdict.problems += bench.problems(job, committed)
     _finish(verdict, bench, job, committed)
-    verdict.ms = (time.monotonic() - started) * 1000
     return verdict
 
 
@@ -238,10 +226,10 @@ def _told(bench: Bench, trace: Trace, fault: Fault) -> list[str]:
     return found
 
 
-def power_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[PowerPoint]:
+def power_points(benches: Sequence[Bench], trials: int, seed: int) -> Iterator[PowerPoint]:
     """States that a power loss leaves after any call: of a job, or of one that recovers from a kill."""
     rng = random.Random(seed)
-    for number in range(count):
+    for number in range(trials):
         bench = benches[number % len(benches)]
         job = rng.choice(sorted(bench.jobs))
         killed = rng.randint(1, len(bench.traces[job].calls)) if rng.random() < 0.25 else 0
@@ -251,7 +239,6 @@ def power_points(benches: Sequence[Bench], count: int, seed: int) -> Iterator[Po
 
 def power_trial(bench: Bench, point: PowerPoint) -> Verdict:
     """Lose power after some call: what is left is judged as after a kill, by the commits that were flushed."""
-    started = time.monotonic()
     job = bench.jobs[point.job]
     disk = Disk(bench.directory / job.start, bench.root)
     verdict = Verdict(point, [], 0)
@@ -273,5 +260,4 @@ def power_trial(bench: Bench, point: PowerPoint) -> Verdict:
     lay_out(disk.image(point.mode, random.Random(point.seed)), bench.root)
     verdict.problems += bench.problems(job, committed)
     _finish(verdict, bench, job, committed)
-    verdict.ms = (time.monotonic() - started) * 1000
     return verdict

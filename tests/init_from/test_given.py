@@ -65,10 +65,8 @@ def test_later_entries_win(base: Path, other: Path, tmp_path: Path) -> None:
 
 
 FOREIGN = {
-    "transformer.wte.weight": "model.embed_tokens.weight",
-    "transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}",
-    "transformer.h.*.**": "model.layers.{1}.{2}",
-    "transformer.norm.*": "model.norm.{1}",
+    "transformer.wte.weight": "model.embed_tokens.weight", "transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}",
+    "transformer.h.*.**": "model.layers.{1}.{2}", "transformer.norm.*": "model.norm.{1}",
 }
 
 

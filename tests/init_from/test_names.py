@@ -6,43 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures import tables
 from tuner.init_from.names import brief, fits, nearest, renamed
 
 PARTS = st.lists(st.text("abc_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "is_meant"),
-    [
-        ("lm_head", "lm_head.weight", True),
-        ("mlp", "model.layers.0.mlp.up_proj.weight", True),
-        ("layers.1", "model.layers.1.mlp.up_proj.weight", True),
-        ("layers.1", "model.layers.11.mlp.up_proj.weight", False),
-        ("model.*.mlp", "model.layers.0.mlp.up_proj.weight", False),
-        ("model.**.mlp", "model.layers.0.mlp.up_proj.weight", True),
-        ("layers.*.mlp", "model.layers.0.mlp.up_proj.weight", True),
-        ("q_proj", "model.layers.0.self_attn.sq_proj.weight", False),
-        ("model.norm.weigh?", "model.norm.weight", False),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "name", "is_meant"), tables.cases(__file__, "a_glob_means_names"))
 def test_a_glob_means_names(pattern: str, name: str, is_meant: bool) -> None:
     assert fits(pattern, name) is is_meant
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("transformer.h.11.attn.q_proj.weight", "model.layers.11.self_attn.q_proj.weight"),
-        ("transformer.h.0.ln.bias", "norms/0/bias"),
-        ("transformer.h.0.attn", "transformer.h.0.attn"),
-        ("xtransformer.h.0.attn.q", "xtransformer.h.0.attn.q"),
-    ],
-)
+@pytest.mark.parametrize(("name", "wanted"), tables.cases(__file__, "a_name_becomes_another"))
 def test_a_name_becomes_another(name: str, wanted: str) -> None:
-    table = {
-        "transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}",
-        "transformer.h.*.*.*": "norms/{1}/{3}",
-    }
+    table = {"transformer.h.*.attn.**": "model.layers.{1}.self_attn.{2}", "transformer.h.*.*.*": "norms/{1}/{3}"}
     assert renamed(name, table) == wanted
 
 

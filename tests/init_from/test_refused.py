@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tests.fixtures import tables
 from tests.fixtures.tables import cases
 from tests.init_from.built import LORA, built, planned_for, recipe_of, rewrite, write_family, write_peft
 from tuner.config.load import load_recipe
@@ -145,14 +146,7 @@ def test_places_without_weights(
         planned_for(recipe)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"peft_type": "IA3"}, "peft_type IA3"),
-        ({"init_lora_weights": "pissa_niter_4"}, "belongs to a base with other weights"),
-        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is not taken"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), tables.cases(__file__, "other_adapters"))
 def test_other_adapters(adapter: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
     import json
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tuner.ladder.points import Point, short
+from tuner.ladder.robust import CurveFamily
 
 CEREBRAS = Path(__file__).with_name("cerebras.csv")
 """Losses on the Pile's test split, and mean accuracy of tasks: Dey et al., Cerebras-GPT, 2023 (arXiv:2304.03208)."""
@@ -65,3 +66,10 @@ def with_scores(points: Sequence[Point], noise: float = 0.0, seed: int = 0) -> l
 def accuracy(loss: float) -> float:
     """The score at a loss."""
     return 0.25 + 0.7 / (1 + math.exp(5 * (loss - 2.6)))
+
+
+def require_derivatives(curve: CurveFamily, at: Sequence[float], step: float = 1e-6) -> None:
+    """That a curve's derivatives there are those of differences."""
+    here, moves = np.array([at]), step * np.eye(len(at))
+    up, down = curve.at(here + moves).values, curve.at(here - moves).values
+    np.testing.assert_allclose(curve.at(here).derivatives[0], (up - down).T / (2 * step), atol=1e-8)

@@ -4,29 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner.config.ladder import LadderSection
 from tuner.errors import RecipeError
 from tuner.ladder.rules import target_batch_tokens
 from tuner.ladder.rungs import micro_tokens_of, solve
 
 ROW = 8192
-# Sizes of OLMo-core's ladder on at most 64 GPUs: parameters, at least so many processes; target and tokens of a
-# forward; tokens of a step, processes, forwards of each; per cent off the target.
-GOLDEN = [
-    (60_000_000, 8, 221446, 16384, 262144, 16, 1, 18.4),
-    (100_000_000, 8, 311292, 16384, 262144, 16, 1, 15.8),
-    (190_000_000, 8, 477533, 65536, 524288, 8, 1, 9.8),
-    (370_000_000, 8, 744678, 49152, 786432, 16, 1, 5.6),
-    (600_000_000, 8, 1027862, 40960, 983040, 24, 1, 4.4),
-    (760_000_000, 8, 1203307, 40960, 1310720, 32, 1, 8.9),
-    (1_000_000_000, 8, 1444888, 32768, 1572864, 48, 1, 8.9),
-    (3_000_000_000, 8, 3005488, 16384, 3145728, 64, 3, 4.7),
-    (7_000_000_000, 8, 5287286, 8192, 5242880, 64, 10, 0.8),
-    (13_000_000_000, 32, 7988459, 8192, 7864320, 64, 15, 1.6),
-]
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: f"{golden[0] // 10**6}M")
+@pytest.mark.parametrize(
+    "golden", cases(__file__, "batches_are_those_of_olmo_core"), ids=lambda golden: f"{golden[0] // 10**6}M"
+)
 def test_batches_are_those_of_olmo_core(golden: tuple[int, int, int, int, int, int, int, float]) -> None:
     parameters, least, target, micro, tokens, processes, accumulation, off = golden
     aimed = target_batch_tokens(LadderSection(), parameters, of_recipe=0)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.ladder.marks import Mark, marks_csv, with_prefix
@@ -48,18 +49,7 @@ def test_the_csv_of_another_tool() -> None:
     assert {name: len(own) for name, own in by_rung(points).items()} == {"190M": 2, "380M": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "x.csv is empty"),
-        ("parameters,loss\n", "x.csv:1: no column tokens among: parameters, loss"),
-        ("parameters,tokens,loss,loss\n", "x.csv:1: two columns loss"),
-        ("parameters,tokens,loss\n1M,2M\n", "x.csv:2: 2 cells, and the heading has 3"),
-        ("parameters,tokens,loss\n1M,many,3\n", "x.csv:2: tokens 'many' is not a number"),
-        ("parameters,tokens,loss\n\n0,2M,3\n", "x.csv:3: parameters '0' is no count"),
-        ("parameters,tokens,loss,phase\n1M,2M,3,later\n", "x.csv:2: phase 'later'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "what_is_wrong_is_named_with_its_line"))
 def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_points(text, "x.csv")

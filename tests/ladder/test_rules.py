@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.ladder import LadderSection, PowerLaw, short_count
 from tuner.errors import RecipeError
 from tuner.ladder.rules import beta2, peak_lr, step_plan, target_batch_tokens
@@ -69,19 +70,7 @@ def test_a_period_without_steps_is_refused() -> None:
         step_plan(LadderSection(), 100_000, 2_000_000)
 
 
-@pytest.mark.parametrize(
-    ("text", "parameters", "number", "written"),
-    [
-        ("20 * N", 190_000_000, 3.8e9, "20 * N"),
-        ("N", 7, 7, "N"),
-        ("2e5", 7, 200_000, "200K"),
-        (512, 7, 512, "512"),
-        ("327680 * (N / 108M)^(2/3)", 108_000_000, 327680, "327680 * (N / 108M)^(2/3)"),
-        ("4*(N/3M)^0.5", 12_000_000, 8, "4 * (N / 3M)^(1/2)"),
-        ("(N / 1B)^(-1)", 2_000_000_000, 0.5, "(N / 1B)^(-1)"),
-        ("0.00235 * (N / 108M)^(-1/3)", 864_000_000, 0.001175, "0.00235 * (N / 108M)^(-1/3)"),
-    ],
-)
+@pytest.mark.parametrize(("text", "parameters", "number", "written"), cases(__file__, "laws_are_read_and_written"))
 def test_laws_are_read_and_written(text: str | int, parameters: int, number: float, written: str) -> None:
     law = PowerLaw.parse(text)
     assert law.of(parameters) == pytest.approx(number)

@@ -175,9 +175,7 @@ def test_what_is_trained_in_full_gets_no_adapter(tmp_path: Path) -> None:
 def test_globs_choose_layers(tmp_path: Path) -> None:
     root = adapted(tmp_path, "llama", LoraSpec(2, 4, 0.0, ["model.layers.1.self_attn.[qk]_proj", "0.mlp.down_proj"]))
     assert [name for name, _ in lora_layers(root.model)] == [
-        "model.layers.0.mlp.down_proj",
-        "model.layers.1.self_attn.q_proj",
-        "model.layers.1.self_attn.k_proj",
+        "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj",
     ]
 
 

@@ -4,19 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    BartConfig,
-    BloomConfig,
-    GPTNeoConfig,
-    MambaConfig,
-    OpenAIGPTConfig,
-    PretrainedConfig,
-    ReformerConfig,
-    RwkvConfig,
-)
 
 from tests.fixtures.packed import drawn_root, packed_inputs, relative
 from tests.model.tiny import TOKENS, VOCAB, tiny_config
@@ -33,16 +23,16 @@ from tuner.model.row_layout import Route, route_of
 SMALL = {**TOKENS, "hidden_size": 32}
 BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "bloom": BloomConfig(**SMALL, n_layer=2, n_head=4),
-    "bart": BartConfig(**TOKENS, **BART, **NO_DROPOUT, pad_token_id=0, max_position_embeddings=64),
-    "mamba": MambaConfig(**SMALL, state_size=4, num_hidden_layers=2),
-    "rwkv": RwkvConfig(**SMALL, attention_hidden_size=32, num_hidden_layers=2),
-    "openai-gpt": OpenAIGPTConfig(
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "bloom": transformers.BloomConfig(**SMALL, n_layer=2, n_head=4),
+    "bart": transformers.BartConfig(**TOKENS, **BART, **NO_DROPOUT, pad_token_id=0, max_position_embeddings=64),
+    "mamba": transformers.MambaConfig(**SMALL, state_size=4, num_hidden_layers=2),
+    "rwkv": transformers.RwkvConfig(**SMALL, attention_hidden_size=32, num_hidden_layers=2),
+    "openai-gpt": transformers.OpenAIGPTConfig(
         **TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
     "llama": tiny_config("llama"),
-    "gpt-neo": GPTNeoConfig(
+    "gpt-neo": transformers.GPTNeoConfig(
         **TOKENS, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=24, window_size=8,
         attention_types=[[["global", "local"], 1]], attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0,
     ),
@@ -67,7 +57,7 @@ def plainly(directory: Path, root: CausalLM) -> CausalLM:
     """The same numbers in the model as transformers alone loads it, which computes a document at a time."""
     root.model.save_pretrained(directory / "saved")
     with attention.withdrawn():
-        return CausalLM(AutoModelForCausalLM.from_pretrained(directory / "saved"))
+        return CausalLM(transformers.AutoModelForCausalLM.from_pretrained(directory / "saved"))
 
 
 def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
@@ -160,8 +150,8 @@ def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> 
 
 def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: Path) -> None:
     sizes = {"attention_head_size": 8, "num_attention_heads": 4, "feed_forward_size": 32, "num_buckets": 2}
-    chunks = {"lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, "axial_pos_embds": False}
-    config = ReformerConfig(**SMALL, **sizes, **chunks, is_decoder=True, attn_layers=["local", "lsh"], hash_seed=1)
+    chunks = {"lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, "axial_pos_embds": False, "hash_seed": 1}
+    config = transformers.ReformerConfig(**SMALL, **sizes, **chunks, is_decoder=True, attn_layers=["local", "lsh"])
     root = drawn_root(config, tmp_path)
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")

@@ -36,18 +36,11 @@ class Kind:
 
 
 KINDS = {
-    "plain": Kind(),
-    "window": Kind(window=8),
-    "cap": Kind(cap=2.0),
-    "narrow values": Kind(widths=(12, 6)),
-    "wide values": Kind(widths=(6, 12)),
-    "sinks": Kind(sinks="head"),
-    "sinks in a window": Kind(sinks="head", window=8, widths=(12, 6)),
-    "sinks and cap": Kind(sinks="head", cap=2.0),
-    "chunks": Kind(chunk=8),
-    "chunks and steps": Kind(chunk=8, temperature=InSteps(4.0, 0.5)),
-    "sinks of queries": Kind(sinks="query"),
-    "bias": Kind(bias=True, window=8),
+    "plain": Kind(), "window": Kind(window=8), "cap": Kind(cap=2.0), "narrow values": Kind(widths=(12, 6)),
+    "wide values": Kind(widths=(6, 12)), "sinks": Kind(sinks="head"),
+    "sinks in a window": Kind(sinks="head", window=8, widths=(12, 6)), "sinks and cap": Kind(sinks="head", cap=2.0),
+    "chunks": Kind(chunk=8), "chunks and steps": Kind(chunk=8, temperature=InSteps(4.0, 0.5)),
+    "sinks of queries": Kind(sinks="query"), "bias": Kind(bias=True, window=8),
     "bias and logarithm": Kind(bias=True, sinks="query", temperature=ByLogarithm(3, 0.4)),
 }
 EXACT = ("plain", "window", "cap", "narrow values", "sinks", "sinks in a window", "sinks and cap", "chunks")

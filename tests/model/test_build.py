@@ -5,16 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BioGptConfig,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    XLNetConfig,
-)
+from transformers import BioGptConfig, Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config, XLNetConfig
 
+from tests.fixtures import tables
 from tuner.errors import RecipeError
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, meta_model, model_config, position_limit
@@ -32,23 +25,14 @@ def changed(directory: Path, config: PretrainedConfig, given: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "heads"),  # heads: their number, their width, those of keys
-    [
-        ({"num_key_value_heads": 2}, {"hidden_size": 96, "num_attention_heads": 6}, (6, 16, 2)),
-        ({"num_key_value_heads": 2}, {"hidden_size": 320, "num_attention_heads": 10}, (10, 32, 2)),
-        ({}, {"num_attention_heads": 8}, (8, 8, 8)),
-        ({}, {"num_attention_heads": 8, "num_key_value_heads": 4}, (8, 8, 4)),
-        ({}, {"hidden_size": 128, "head_dim": 16}, (4, 16, 4)),
-        ({"head_dim": 32}, {"hidden_size": 128}, (4, 32, 4)),  # 128 / 4, but the base's own was not 64 / 4
-        ({"head_dim": 8}, {"hidden_size": 128}, (4, 8, 4)),
-        ({}, {"num_hidden_layers": 3}, (4, 16, 4)),
-    ],
+    ("own", "given", "heads"),
+    tables.cases(__file__, "heads_follow_from_the_new_numbers_where_they_followed_from_the_old"),
 )
 def test_heads_follow_from_the_new_numbers_where_they_followed_from_the_old(
-    tmp_path: Path, own: dict[str, Any], given: dict[str, Any], heads: tuple[int, int, int]
+    tmp_path: Path, own: dict[str, Any], given: dict[str, Any], heads: list[int]
 ) -> None:
     config = changed(tmp_path, LlamaConfig(**LLAMA, **own), given)
-    assert (config.num_attention_heads, config.head_dim, config.num_key_value_heads) == heads
+    assert (config.num_attention_heads, config.head_dim, config.num_key_value_heads) == tuple(heads)
 
 
 def test_heads_that_a_class_or_a_base_makes_wider_stay(tmp_path: Path) -> None:

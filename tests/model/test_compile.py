@@ -13,14 +13,7 @@ import torch._inductor.config
 from functorch.compile import make_boxed_func, nop
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from transformers import (
-    AutoModelForCausalLM,
-    DbrxConfig,
-    GPTNeoXConfig,
-    JetMoeConfig,
-    MambaConfig,
-    MixtralConfig,
-)
+from transformers import AutoModelForCausalLM, DbrxConfig, GPTNeoXConfig, JetMoeConfig, MambaConfig, MixtralConfig
 
 from tests.fixtures.packed import drawn_root, gradient, packed_inputs, relative
 from tests.model.tiny import SHAPE, VOCAB, tiny_config

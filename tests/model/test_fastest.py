@@ -41,9 +41,7 @@ def seconds(work: Any) -> float:
         ([], "usual", {}),
     ],
 )
-def test_the_fastest_right_one_is_taken(
-    others: list[tuple[Any, ...]], taken: str, passed_over: dict[str, str]
-) -> None:
+def test_the_fastest_right_one_is_taken(others: list[tuple[Any, ...]], taken: str, passed_over: dict[str, str]) -> None:
     given = [candidate(*other) for other in others]
     found = fastest(candidate("usual", RIGHT, 1.0), given, 2e-2, seconds)
     assert (found.name, found.passed_over) == (taken, passed_over)

@@ -121,9 +121,7 @@ def test_what_a_compiler_is_told_of_results_holds() -> None:
         documents, leaves = Documents.of(LENGTHS, CPU), heads_in(BF16, n, sizes, sum(LENGTHS))
         where = (documents.device, documents.longest)
         with traced_for("cuda"), flash4_stand_in():
-            torch.library.opcheck(
-                flash4_attention.flash_attention_4, (*leaves, *where, 8, 0.3, 2.0), test_utils=tests
-            )
+            torch.library.opcheck(flash4_attention.flash_attention_4, (*leaves, *where, 8, 0.3, 2.0), test_utils=tests)
             output, normaliser = flash4_attention.flash_attention_4(*leaves, *where, 8, 0.3, 2.0)
             bare = [tensor.detach() for tensor in (*leaves, output, normaliser)]
             given = (torch.randn(output.shape).to(BF16), *bare, *where, 8, 0.3, 2.0)

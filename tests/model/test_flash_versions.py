@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, MambaConfig, PretrainedConfig
 
+from tests.fixtures import tables
 from tests.model.cuda_branch import config_of, triton_stand_in
 from tests.model.flash4_stand_in import StandIn, flash4_stand_in
 from tests.model.varlen_stand_in import CALLS
@@ -69,7 +70,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
         monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
         monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
-        monkeypatch.setattr(flash_versions, "_problems", {})
+        flash_versions._tried.cache_clear()
         monkeypatch.setattr(flash_versions, "_ours", [])
         CALLS.clear()
         with triton_stand_in():
@@ -97,14 +98,9 @@ def use(kind: str, generation: int, wanted: str | None = None, **changes: Any) -
 @pytest.mark.parametrize(
     ("generation", "width", "installed", "taken"),
     [
-        (9, 256, (FLASH_3, FLASH_4), FA4),
-        (9, 256, (FLASH_3,), FA3),
-        (10, 128, (FLASH_3, FLASH_4), FA4),
-        (10, 256, (FLASH_4,), FA4),
-        (10, 320, (FLASH_4,), "tuner's Triton kernel: heads have 320 channels"),
-        (12, 64, (FLASH_4,), FA4),
-        (12, 256, (FLASH_4,), "flash attention 2"),
-        (10, 64, (FLASH_3,), FA2_OF_4),
+        (9, 256, (FLASH_3, FLASH_4), FA4), (9, 256, (FLASH_3,), FA3), (10, 128, (FLASH_3, FLASH_4), FA4),
+        (10, 256, (FLASH_4,), FA4), (10, 320, (FLASH_4,), "tuner's Triton kernel: heads have 320 channels"),
+        (12, 64, (FLASH_4,), FA4), (12, 256, (FLASH_4,), "flash attention 2"), (10, 64, (FLASH_3,), FA2_OF_4),
         (8, 64, (FLASH_3, FLASH_4), "flash attention 2"),
     ],
 )
@@ -171,15 +167,7 @@ def test_a_run_keeps_the_version_that_it_has_and_a_lack_is_named(there: Torch, m
     assert not flash4_attention.is_taken()
 
 
-@pytest.mark.parametrize(
-    ("times", "factor", "name"),
-    [
-        ({"flash attention 3": 0.8, "flash attention 4": 0.5}, 1.0, "flash attention 4"),
-        ({"flash attention 3": 0.5, "flash attention 4": 0.8}, 1.0, "flash attention 3"),
-        ({"flash attention 3": 0.99, "flash attention 4": 1.2}, 1.0, "flash attention 2"),
-        ({"flash attention 3": 0.9, "flash attention 4": 0.1}, 1.1, "flash attention 3"),
-    ],
-)
+@pytest.mark.parametrize(("times", "factor", "name"), tables.cases(__file__, "the_fastest_right_one_is_found"))
 def test_the_fastest_right_one_is_found(
     times: dict[str, float], factor: float, name: str, there: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

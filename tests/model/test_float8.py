@@ -1,6 +1,7 @@
 """Products in fp8: what is rounded and how, against float64; which layers; and what stays as it was."""
 
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.fixtures.operations import Operations
 from tests.model.tiny import family_model
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import RecipeError
 from tuner.model.float8 import LARGEST, Float8Layers, apply_float8, product, rounded
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.torch_private import TorchDispatchMode
 from tuner.train.step import StepResult, optimizer_step
 
 TRAINED = [1, 20, 3, 15]
@@ -127,18 +128,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-class Counted(TorchDispatchMode):  # type: ignore[misc]
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name()] = self.counts.get(func.name(), 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 def step(
     directory: Path, precision: str, **sections: dict[str, Any]
 ) -> tuple[StepResult, dict[str, torch.Tensor], dict[str, int]]:
@@ -159,9 +148,9 @@ def _step(directory: Path, precision: str, written: str) -> tuple[StepResult, di
         real(*args)
 
     state.optimizer.step = spy  # type: ignore[method-assign]
-    with Counted() as counted:
+    with Operations(lambda func, *_: [func.name()]) as computed:
         result = optimizer_step(state, 0, assembly.batches.step(0), 1.0).read()
-    return result, seen, counted.counts
+    return result, seen, Counter(computed.found)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tuner.model import output_layer as module
 from tuner.model.attention import PACKED
 from tuner.model.output_layer import PLAIN, LogitTransform, OutputLayer
 from tuner.model.probe import require_isolation
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.train.methods.custom import token_mean
 
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_the_models_own(kind: str, tmp_path: Path, monkey
     loss.backward()
     assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-6)
     assert relative(gradient(root), wanted) < 1e-5
-    assert relative(root.losses(document_lengths=LENGTHS, **inputs).double(), expected) < 1e-6
+    assert relative(root(document_lengths=LENGTHS, **inputs, objective=position_losses).double(), expected) < 1e-6
     root.logit_transform = PLAIN
     assert root(document_lengths=LENGTHS, **inputs).item() != pytest.approx(expected.sum().item(), rel=1e-3)
 

@@ -23,6 +23,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_VOCABULARY", {"cpu": 4})
 
 
+def plain_losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy at each position, by torch."""
+    logits, cap = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.transform.scale, head.transform.cap
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -37,13 +44,11 @@ def test_equals_plain(n: int, with_bias: bool, weighted: bool) -> None:
     weights = torch.rand(n) if weighted else None
     loss = OutputLayer(weight, bias).cross_entropy(hidden, targets, weights)
     found = torch.autograd.grad(3 * loss, leaves)
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    losses = plain_losses(hidden, OutputLayer(weight, bias), targets)
     expected = losses.sum() if weights is None else (losses * weights).sum()
     wanted = torch.autograd.grad(3 * expected, leaves)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -61,14 +66,11 @@ def test_losses_by_position_have_the_gradient_of_any_function_of_them(
     def loss(losses: torch.Tensor) -> torch.Tensor:
         return sum((losses[document == one].mean() ** 2 for one in document.unique()), start=losses.sum() * 0)
 
-    logits = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
-    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    wanted = torch.autograd.grad(loss(expected), [hidden, weight, bias])
-    losses = OutputLayer(weight, bias, shape, kernel).losses(hidden, targets)
+    head, leaves = OutputLayer(weight, bias, shape, kernel), [hidden, weight, bias]
+    expected, losses = plain_losses(hidden, head, targets), head.losses(hidden, targets)
     torch.testing.assert_close(losses, expected)
-    for a, b in zip(torch.autograd.grad(loss(losses), [hidden, weight, bias]), wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    found, wanted = (torch.autograd.grad(loss(one), leaves) for one in (losses, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -88,14 +90,10 @@ def test_losses_by_position_are_the_same_bits_with_and_without_gradients(
     losses = head.losses(hidden, targets)
     assert torch.equal(losses, alone) and not alone.requires_grad
     first = torch.autograd.grad((losses * shares).sum(), leaves, retain_graph=True)
-    logits = torch.nn.functional.linear(hidden, weight) * shape.scale
-    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    wanted = torch.autograd.grad((expected * shares).sum(), leaves)
+    wanted = torch.autograd.grad((plain_losses(hidden, head, targets) * shares).sum(), leaves)
     second = torch.autograd.grad((losses * shares).sum(), leaves)
-    for a, b, c in zip(first, second, wanted, strict=True):
-        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("trained", "made"), [(False, 4), (True, 7)])
@@ -193,17 +191,13 @@ def test_on_a_gpu_it_equals_plain_torch(with_bias: bool, weighted: bool, shape: 
         found = torch.autograd.grad(3 * loss, leaves)
         losses = OutputLayer(weight, bias, shape).losses(hidden, targets)
         by_position = torch.autograd.grad((losses**2).sum(), leaves)
-    logits = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
-    logits = logits if shape.cap is None else shape.cap * torch.tanh(logits / shape.cap)
-    plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    plain = plain_losses(hidden, OutputLayer(weight, bias, shape), targets)
     expected = plain.sum() if weights is None else (plain * weights).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(losses, plain, rtol=1e-12, atol=0)
     wanted = torch.autograd.grad(3 * expected, leaves, retain_graph=True)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    for a, b in zip(by_position, torch.autograd.grad((plain**2).sum(), leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(by_position, torch.autograd.grad((plain**2).sum(), leaves), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -1,15 +1,14 @@
 """The MLP over tiles of positions: the plain model's gradients, and no intermediate of the whole row."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.fixtures.operations import Operations
 from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
@@ -20,7 +19,7 @@ from tuner.model.blocks import apply_offload, apply_recompute, compile_blocks
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_native
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.model.tiles import apply_tiles, compile_tiles, mlps_of, prove_tiles
 
 TOKENS, TILE, WIDE = sum(LENGTHS), 23, 48
@@ -113,31 +112,22 @@ def test_dropout_draws_the_same_numbers_in_both_passes(tmp_path: Path) -> None:
     assert (behind - ahead) / 4e-2 == pytest.approx(1.0, abs=0.02), "draws of its own in the backward pass: 0.95"
 
 
-class Widest(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the most rows of a tensor as wide as the MLP's intermediates."""
-
-    rows = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-1] == WIDE:
-                self.rows = max(self.rows, leaf.shape[-2])
-        return result
+def rows(func: Any, args: Any, result: Any) -> list[int]:
+    """Rows of the tensors that are as wide as the MLP's intermediates."""
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf.shape[-2] for leaf in leaves if leaf.ndim > 1 and leaf.shape[-1] == WIDE]
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 def test_no_intermediate_has_the_whole_row(level: Level, tmp_path: Path) -> None:
     root = tiled(root_for("llama", tmp_path), level)
-    with Widest() as seen:
+    with Operations(rows) as seen:
         gradients_of(root)
-    assert seen.rows == 32, "the weight of down_proj; a tile has 23 rows"
+    assert max(seen.found) == 32, "the weight of down_proj; a tile has 23 rows"
     plain = root_for("llama", tmp_path)
-    with Widest() as seen:
+    with Operations(rows) as seen:
         gradients_of(plain)
-    assert seen.rows == TOKENS
+    assert max(seen.found) == TOKENS
 
 
 @pytest.mark.parametrize(("level", "times"), [("none", 2), ("selective", 2), ("full", 2)])
@@ -169,11 +159,11 @@ def test_under_autocast_gradients_are_as_close_to_float32_as_the_plain_ones(tmp_
 def test_without_gradients_rows_are_tiled_too(tmp_path: Path) -> None:
     root = root_for("llama", tmp_path).eval()
     inputs = packed_inputs(random_ids(97), LENGTHS)
-    expected = root.losses(document_lengths=LENGTHS, **inputs)
+    expected = root(document_lengths=LENGTHS, **inputs, objective=position_losses).detach()
     tiled(root)
-    with Widest() as seen:
-        found = root.losses(document_lengths=LENGTHS, **inputs)
-    assert seen.rows == 32
+    with torch.no_grad(), Operations(rows) as seen:
+        found = root(document_lengths=LENGTHS, **inputs, objective=position_losses)
+    assert max(seen.found) == 32
     assert torch.allclose(found, expected, rtol=1e-5)
 
 
@@ -243,7 +233,7 @@ def test_compiled_layers_are_tiled(level: Level, tmp_path: Path, monkeypatch: py
     compile_blocks(root, Padding(96, 64))
     if level != "none":
         apply_recompute(root, level)
-    with Widest() as seen:
+    with Operations(rows) as seen:
         found = gradients_of(root)
     assert relative(found, expected) < 1e-6
-    assert seen.rows == 32
+    assert max(seen.found) == 32

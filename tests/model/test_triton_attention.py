@@ -8,11 +8,7 @@ from tests.fixtures.commands import printed
 
 # Heads of queries and of keys, channels of keys and of values, documents, window, cap. Documents end inside a block and
 # at its end; windows are shorter than a block, as long as one, and longer than a document.
-CASES = [
-    (4, 2, 8, 6, (5, 40, 1, 23), 0, 0.0),
-    (2, 1, 24, 24, (5, 130, 1), 8, 3.0),
-    (1, 1, 80, 16, (64, 3), 40, 5.0),
-]
+CASES = [(4, 2, 8, 6, (5, 40, 1, 23), 0, 0.0), (2, 1, 24, 24, (5, 130, 1), 8, 3.0), (1, 1, 80, 16, (64, 3), 40, 5.0)]
 COMPARE = """
 import json, sys, torch
 from tuner.model.blocked_attention import attend_documents

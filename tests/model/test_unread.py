@@ -26,9 +26,7 @@ from tuner.setup.hashes import FrozenHash
 LAYERS = 4
 FEW = {"num_hidden_layers": LAYERS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TYPES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 8},
-    "mixtral": {"num_local_experts": 4},
-    "olmoe": {},
+    "qwen3_moe": {"head_dim": 8}, "mixtral": {"num_local_experts": 4}, "olmoe": {},
     "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8},
 }
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BambaConfig,
-    DeepseekV4Config,
-    DeepseekV32Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM3VLTextConfig,
-)
+import transformers
 
 from tests.model.tiny import SHAPE
 from tuner.errors import DataError, RecipeError
@@ -23,21 +16,14 @@ from tuner.model.build import ModelSpec, build_model, model_config
 from tuner.model.vetting import ignored_code, require_known_losses, untrained_indexer
 
 REFUSED: list[dict[str, Any]] = [
-    {"_attn_implementation": "kernels-community/flash-attn2"},
-    {"attn_implementation": {"": "someone/evil:attention"}},
-    {"text_config": {"_attn_implementation_internal": "a/b"}},
-    {"experts_implementation": "a/b"},
-    {"kernel_config": {"RMSNorm": "a/b:Norm"}},
-    {"quantization_config": {}},
-    {"quantization_config": {"quant_method": "fp8"}},
-    {"torch_dtype": "__import__('os').getcwd()"},
-    {"dtype": "load"},
+    {"_attn_implementation": "kernels-community/flash-attn2"}, {"attn_implementation": {"": "someone/evil:attention"}},
+    {"text_config": {"_attn_implementation_internal": "a/b"}}, {"experts_implementation": "a/b"},
+    {"kernel_config": {"RMSNorm": "a/b:Norm"}}, {"quantization_config": {}},
+    {"quantization_config": {"quant_method": "fp8"}}, {"torch_dtype": "__import__('os').getcwd()"}, {"dtype": "load"},
     {"auto_map": {"AutoConfig": "c.C"}, "model_type": "evil"},
 ]
 BENIGN: list[dict[str, Any]] = [
-    {"_attn_implementation": "flash_attention_2"},
-    {"torch_dtype": "bfloat16"},
-    {"dtype": {"": "float16"}},
+    {"_attn_implementation": "flash_attention_2"}, {"torch_dtype": "bfloat16"}, {"dtype": {"": "float16"}},
     {"quantization_config": None},
     {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.Llama"}},
 ]
@@ -47,7 +33,7 @@ BENIGN: list[dict[str, Any]] = [
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).save_pretrained(directory)
     return directory
 
 
@@ -85,19 +71,21 @@ def test_ignored_code_is_told_and_not_exported(base: Path, tmp_path: Path) -> No
 
 
 def test_indexers_that_learn_nothing_are_named() -> None:
-    assert "(indexed_attention)" in str(untrained_indexer(DeepseekV32Config(num_hidden_layers=2)))
-    assert "(compressed_sparse_attention)" in str(untrained_indexer(DeepseekV4Config()))
-    sparse = MiniMaxM3VLTextConfig(layer_types=["full_attention", "minimax_m3_sparse"], num_hidden_layers=2)
+    assert "(indexed_attention)" in str(untrained_indexer(transformers.DeepseekV32Config(num_hidden_layers=2)))
+    assert "(compressed_sparse_attention)" in str(untrained_indexer(transformers.DeepseekV4Config()))
+    two = {"num_hidden_layers": 2}
+    plain = transformers.MiniMaxM3VLTextConfig(**two)  # as its layers come, all see all
+    sparse = transformers.MiniMaxM3VLTextConfig(layer_types=["full_attention", "minimax_m3_sparse"], **two)
     assert "(minimax_m3_sparse)" in str(untrained_indexer(sparse))
-    for config in (LlamaConfig(), MiniMaxM3VLTextConfig(num_hidden_layers=2)):  # as its layers come, all see all
+    for config in (transformers.LlamaConfig(), plain):
         assert untrained_indexer(config) is None
 
 
 def test_a_loss_of_the_output_layer_that_is_not_computed_is_refused() -> None:
     with pytest.raises(RecipeError, match="z_loss_coefficient: 0.001 of the model's config"):
-        require_known_losses(BambaConfig(z_loss_coefficient=0.001))
-    require_known_losses(BambaConfig())
-    require_known_losses(LlamaConfig())
+        require_known_losses(transformers.BambaConfig(z_loss_coefficient=0.001))
+    require_known_losses(transformers.BambaConfig())
+    require_known_losses(transformers.LlamaConfig())
 
 
 def test_an_adapter_beside_the_weights_is_refused(base: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.fixtures import tables
 from tests.model.tiny import SHAPE
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.errors import DataError
@@ -100,12 +101,8 @@ def test_a_header_that_takes_all_memory_is_refused_before_it_is_parsed(
     many = b"{" + b",".join(empty % i for i in range(40_000)) + b"}"
     monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("it was parsed"))
     for bomb in (
-        header(many),
-        header(b"[" * 1000),
-        header(b"{" + b'"a":[],' * 100_000 + b"}", 64 << 20),
-        struct.pack("<Q", 1 << 62) + b"{}",
-        struct.pack("<Q", 1 << 20) + b"{}",
-        b"",
+        header(many), header(b"[" * 1000), header(b"{" + b'"a":[],' * 100_000 + b"}", 64 << 20),
+        struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 1 << 20) + b"{}", b"",
     ):
         (tmp_path / "a.safetensors").write_bytes(bomb)
         with pytest.raises(DataError, match=r"a\.safetensors: not a safetensors file"):
@@ -118,18 +115,9 @@ def test_a_deep_header_is_refused(tmp_path: Path) -> None:
         read_header(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "said"),
-    [
-        (b'"shape":[1099511627776,1048576],"data_offsets":[0,4]', "4 bytes for a tensor of F32"),
-        (b'"shape":[4611686018427387904,0],"data_offsets":[0,0]', "a tensor of"),
-        (b'"shape":[-1],"data_offsets":[0,4]', "a tensor of"),
-        (b'"shape":[1],"data_offsets":[4,0]', "a tensor of"),
-        (b'"shape":[1],"shape":[2],"data_offsets":[0,4]', "a name twice"),
-    ],
-)
-def test_a_tensor_that_its_bytes_cannot_be_is_refused(tmp_path: Path, tensor: bytes, said: str) -> None:
-    (tmp_path / "a.safetensors").write_bytes(header(b'{"a":{"dtype":"F32",%s}}' % tensor, 4))
+@pytest.mark.parametrize(("tensor", "said"), tables.cases(__file__, "a_tensor_that_its_bytes_cannot_be_is_refused"))
+def test_a_tensor_that_its_bytes_cannot_be_is_refused(tmp_path: Path, tensor: str, said: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(b'{"a":{"dtype":"F32",%s}}' % tensor.encode(), 4))
     with pytest.raises(DataError, match=rf"a\.safetensors: its header cannot be read: .*{said}"):
         stored_in(tmp_path / "a.safetensors")
 
@@ -192,14 +180,7 @@ def test_a_config_of_half_a_gigabyte_is_not_read(tmp_path: Path, name: str) -> N
             reader()
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"target_modules": "((("}, "target_modules: '(((' cannot be matched: "),
-        ({"rank_pattern": {"(a|a)*$": 4}}, "rank_pattern: '(a|a)*$' cannot be matched: it takes more than 1 s"),
-        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.(k|v)_proj"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("keys", "said"), tables.cases(__file__, "regular_expressions_of_an_adapter_end"))
 def test_regular_expressions_of_an_adapter_end(
     tmp_path: Path, keys: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

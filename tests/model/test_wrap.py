@@ -26,10 +26,8 @@ def test_the_last_is_the_outermost_and_all_can_be_taken_off() -> None:
 @pytest.mark.parametrize(
     ("inner", "outer"),
     [
-        (Wrapper.RECOMPUTED, Wrapper.TILED),
-        (Wrapper.COMPILED, Wrapper.RECOMPUTED),
-        (Wrapper.OFFLOADED, Wrapper.COMPILED),
-        (Wrapper.EXPERTS, Wrapper.KERNEL),
+        (Wrapper.RECOMPUTED, Wrapper.TILED), (Wrapper.COMPILED, Wrapper.RECOMPUTED),
+        (Wrapper.OFFLOADED, Wrapper.COMPILED), (Wrapper.EXPERTS, Wrapper.KERNEL),
         (Wrapper.RECOMPUTED, Wrapper.ROUTERS),
     ],
 )

@@ -3,76 +3,57 @@
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 97
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 SHAPE: dict[str, Any] = {
-    **TOKENS,
-    "pad_token_id": 0,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **TOKENS, "pad_token_id": 0, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }
 _GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, SHAPE),
-    "qwen3": (Qwen3Config, SHAPE | {"head_dim": 8}),
-    "gemma3": (Gemma3TextConfig, SHAPE | _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "mistral": (MistralConfig, SHAPE | {"sliding_window": 8}),
-    "phi": (PhiConfig, SHAPE | {"partial_rotary_factor": 0.5}),
-    "phi3": (Phi3Config, SHAPE | {"original_max_position_embeddings": 128}),
-    "gpt2": (GPT2Config, TOKENS | _GPT2 | _NO_DROPOUT),
-    "olmo2": (Olmo2Config, SHAPE),
-    "mixtral": (MixtralConfig, SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3-moe": (Qwen3MoeConfig, SHAPE | {"head_dim": 8} | _EXPERTS),
+FAMILIES: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, SHAPE),
+    "qwen3": (transformers.Qwen3Config, SHAPE | {"head_dim": 8}),
+    "gemma3": (transformers.Gemma3TextConfig, SHAPE | _GEMMA | _WINDOWS),
+    "mistral": (transformers.MistralConfig, SHAPE | {"sliding_window": 8}),
+    "phi": (transformers.PhiConfig, SHAPE | {"partial_rotary_factor": 0.5}),
+    "phi3": (transformers.Phi3Config, SHAPE | {"original_max_position_embeddings": 128}),
+    "gpt2": (transformers.GPT2Config, TOKENS | _GPT2 | _NO_DROPOUT),
+    "olmo2": (transformers.Olmo2Config, SHAPE),
+    "mixtral": (transformers.MixtralConfig, SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, SHAPE | {"head_dim": 8} | _EXPERTS),
 }
 _MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
-HYBRIDS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "falcon-h1": (FalconH1Config, SHAPE | _MAMBA | {"head_dim": 8}),
+HYBRIDS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "falcon-h1": (transformers.FalconH1Config, SHAPE | _MAMBA | {"head_dim": 8}),
 }
 """Layers with attention and a Mamba mixer side by side."""
 TINY = ("llama", "llama-tied", "qwen3", "gpt2", "gemma3", "mistral")
 
 
-def family_config(family: str, tied: bool) -> PretrainedConfig:
+def family_config(family: str, tied: bool) -> transformers.PretrainedConfig:
     """A config of about 20 thousand parameters; sliding windows are shorter than the test documents."""
     kind, shape = (FAMILIES | HYBRIDS)[family]
     names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]]
     return kind(**shape, tie_word_embeddings=tied, architectures=names)
 
 
-def tiny_config(kind: str) -> PretrainedConfig:
+def tiny_config(kind: str) -> transformers.PretrainedConfig:
     """The config of one of `TINY`; where the name does not say it, tied as that family's small models are."""
     return family_config(kind.removesuffix("-tied"), tied=kind not in ("llama", "mistral"))
 
 
-def family_model(family: str, tied: bool) -> PreTrainedModel:
+def family_model(family: str, tied: bool) -> transformers.PreTrainedModel:
     """A float32 model whose logits spread as a trained model's do, the same at each call."""
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(family_config(family, tied), dtype=torch.float32)
+    config = family_config(family, tied)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.train(False)

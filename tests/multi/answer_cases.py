@@ -1,6 +1,7 @@
 """Losses of answers on several processes: the loss of a step, its gradients, and its collectives."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
+from tests.fixtures.operations import Operations, collectives
+from tests.fixtures.tensors import whole
 from tests.train.answers import Answers
-from tests.train.synthetic import assembly_for, recipe_for
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for
 from tuner.config.load import load_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -26,9 +28,7 @@ def run_answers(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None
     with process_group(rank_info, "cpu", 60):
         state = assembly_for(recipe, [1, 2, 3, 4], rank_info).train_state
         torch.manual_seed(7)
-        for name, parameter in state.parameters.items():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, 0, 0.1)
+        draw_lora_b(state.parameters)
         if case["double"]:
             state.root.double()
         for method, section in case["methods"].items():
@@ -44,14 +44,13 @@ def gradients_of(
     state: TrainState, section: dict[str, Any], case: dict[str, Any], rank_info: RankInfo
 ) -> tuple[float, dict[str, float], dict[str, torch.Tensor], dict[str, int]]:
     """Loss, figures and gradients of the global batch, the same on every rank, and this one's collectives."""
-    from tests.multi.case_worker import CollectiveCounter
 
     tree = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "method": section}
     state = replace(state, method=build_method(load_recipe(tree).recipe.method))
     for parameter in state.parameters.values():
         parameter.grad = None
     batches = Answers(16).step(case["rows"], case["micro"], rank_info.rank, rank_info.world_size)
-    with CollectiveCounter() as counter:
+    with Operations(collectives) as counter:
         sums, counts = forward_backward(state, 0, batches)
     totals = {}
     for name, term in {**sums.losses, **sums.figures}.items():
@@ -63,8 +62,8 @@ def gradients_of(
     for name, parameter in state.parameters.items():
         gradient = parameter.grad
         assert gradient is not None
-        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-    return sum(totals[name] for name in sums.losses), totals, gradients, counter.counts
+        gradients[name] = whole(gradient)
+    return sum(totals[name] for name in sums.losses), totals, gradients, Counter(counter.found)
 
 
 def replace_value(term: Any, value: torch.Tensor) -> Any:

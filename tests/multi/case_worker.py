@@ -13,15 +13,17 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.fixtures.operations import Operations, collectives
+from tests.fixtures.tensors import whole
 from tests.multi.answer_cases import run_answers
 from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
@@ -40,28 +42,9 @@ from tuner.train.step import TrainState, optimizer_step
 WORLD = 4
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of this process by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = str(func).partition(".")
-        if namespace in ("c10d", "_c10d_functional"):
-            name = name.split(".")[0].strip("_")
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     """Train as the command does; what is counted lies between the beginnings of the third and the fourth step."""
-    real, answer, counter = loop.optimizer_step, evaluate_task.answer_samples, CollectiveCounter()
+    real, answer, counter = loop.optimizer_step, evaluate_task.answer_samples, Operations(collectives)
 
     def counted(train_state: TrainState, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -85,7 +68,7 @@ def run_whole(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
     finally:
         loop.optimizer_step, evaluate_task.answer_samples = real, answer
     if rank_info.is_main:
-        found = {"collectives": counter.counts, "status": result.status, "step": result.step}
+        found = {"collectives": Counter(counter.found), "status": result.status, "step": result.step}
         (output / f"{case['name']}.json").write_text(json.dumps(found))
 
 
@@ -104,25 +87,19 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
         model,
         adapter=case["adapter"],
         train={
-            "global_batch_size": case["global"],
-            "micro_batch_size": case["micro"],
-            "precision": case["precision"],
-            "max_grad_norm": "never",
-            "gradient_checkpointing": case["recompute"],
-            "offload_activations": case["long"],
+            "global_batch_size": case["global"], "micro_batch_size": case["micro"], "precision": case["precision"],
+            "max_grad_norm": "never", "gradient_checkpointing": case["recompute"], "offload_activations": case["long"],
             "tiled_mlp": case["long"],
         },
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         parallel={
-            "shard": case["shard"],
-            "replicas": case["replicas"],
-            "reshard_after_forward": case["reshard"],
+            "shard": case["shard"], "replicas": case["replicas"], "reshard_after_forward": case["reshard"],
             "accumulate": case["accumulate"],
         },
         method=case["method"],
     )
     gradients: dict[str, torch.Tensor] = {}
-    counter, taken = CollectiveCounter(), []
+    counter, taken = Operations(collectives), []
     with process_group(rank_info, "cpu", 60):
         assembly = assembly_for(recipe, case["trained"], rank_info, packed=case["packed"])
         train_state = assembly.train_state
@@ -149,7 +126,7 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
             "grad_norm": [r.grad_norm for r in results],
             "figures": [dict(r.figures) for r in results],
             "skipped": [r.skipped for r in results],
-            "collectives": counter.counts,
+            "collectives": Counter(counter.found),
         }
         (output / f"{case['name']}.json").write_text(json.dumps(facts))
         save_file(gradients, output / f"{case['name']}.safetensors")

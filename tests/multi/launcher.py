@@ -10,31 +10,20 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.caches import new_cache
 from tests.fixtures import forked
+from tests.fixtures.commands import QUIET, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE_WORKER = Path(__file__).with_name("case_worker.py")
 _stores: list[TCPStore] = []
 """Where the ranks of this process's tests meet."""
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "HF_HUB_OFFLINE": "1",
-    }
+    env = {**os.environ, **QUIET, "HF_HUB_OFFLINE": "1"}
     if world_size > 1:
         env |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     return env
@@ -42,10 +31,9 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def run_cases(cases: list[dict[str, Any]], directory: Path) -> None:
     """Have `case_worker.py`, started once, run all of them and write what they gave into the directory."""
-    own = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(directory / "cache"))}
     done = forked.run(
         [sys.executable, str(CASE_WORKER), json.dumps(cases), str(directory)],
-        env={**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env=environment(directory),
         capture_output=True,
         text=True,
         timeout=600,
@@ -83,11 +71,3 @@ def start(arguments: list[str], world_size: int, **options: object) -> list[subp
     ]
     _stores.append(store)
     return processes
-
-
-def run(arguments: list[str], world_size: int, timeout_s: float = 300) -> str:
-    """Run to the end; rank 0's stdout. Fails with every rank's stderr."""
-    processes = start(arguments, world_size)
-    outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    assert all(p.returncode == 0 for p in processes), "\n".join(error[-3000:] for _, error in outputs)
-    return outputs[0][0]

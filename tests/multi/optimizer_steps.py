@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.fixtures.tensors import whole
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.data.batches import StepBatches
 from tuner.runtime.dist import RankInfo
@@ -22,18 +23,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor-scaled": {"kind": "adafactor", "lr": 1e-2, "scale_parameter": True},
     "muon": {"kind": "muon", "lr": 1e-3},
     "own": {
-        "kind": "custom",
-        "lr": 1e-3,
-        "use": f"{Path(__file__).with_name('own_optimizer.py')}:RMSprop",
-        "options": {"alpha": 0.9, "momentum": 0.5},
-        "elementwise": True,
+        "kind": "custom", "lr": 1e-3, "use": f"{Path(__file__).with_name('own_optimizer.py')}:RMSprop",
+        "options": {"alpha": 0.9, "momentum": 0.5}, "elementwise": True,
     },
 }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def backward(train_state: TrainState, batches: StepBatches) -> torch.Tensor:
@@ -42,11 +35,11 @@ def backward(train_state: TrainState, batches: StepBatches) -> torch.Tensor:
     return sums.losses["loss"].value
 
 
-def give(parameters: dict[str, torch.nn.Parameter], step: int) -> None:
-    """Gradients drawn from a seed, the same at every world size."""
+def give(parameters: dict[str, torch.nn.Parameter], step: int, power: int = 1) -> None:
+    """Gradients drawn from a seed, to this power, the same at every world size."""
     for number, parameter in enumerate(parameters.values()):
         generator = torch.Generator().manual_seed(100 * step + number)
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = (torch.randn(parameter.shape, generator=generator) ** power).to(parameter.dtype)
         if isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.grad = gradient

@@ -15,9 +15,7 @@ from tests.train.synthetic import write_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"kind": "dpo", "loss": {"sppo": 0.8, "ipo": 0.2}, "sft_weight": 0.4},
-    "orpo": {"kind": "orpo", "beta": 0.5},
-    "simpo": {"kind": "simpo"},
-    "kto": {"kind": "kto", "desirable_weight": 1.3},
+    "orpo": {"kind": "orpo", "beta": 0.5}, "simpo": {"kind": "simpo"}, "kto": {"kind": "kto", "desirable_weight": 1.3},
 }
 PACKED = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12, 13], [14, 15]]
 ALONE = [[2 * i, 2 * i + 1] for i in (3, 0, 7, 5, 2, 1, 6, 4)]
@@ -27,12 +25,9 @@ ONE: dict[str, Any] = {
 }  # fmt: skip
 TWO: dict[str, Any] = {"world": 2, "local": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "two, 4 micro-batches of which one has no row": {**TWO, "micro": 4},
-    "two, a pair to a row": {**TWO, "rows": ALONE, "micro": 2},
-    "four": {"world": 4, "local": 4, "micro": 1},
-    "float32: one": {"double": False},
-    "float32: two, sharded": {**TWO, "double": False, "shard": "full", "micro": 2},
+    "one": {}, "two, 4 micro-batches of which one has no row": {**TWO, "micro": 4},
+    "two, a pair to a row": {**TWO, "rows": ALONE, "micro": 2}, "four": {"world": 4, "local": 4, "micro": 1},
+    "float32: one": {"double": False}, "float32: two, sharded": {**TWO, "double": False, "shard": "full", "micro": 2},
 }
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
     del CASES["four"]  # a larger number of replicas, which `make campaign` takes

@@ -16,17 +16,11 @@ from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions
 
 COMMON = {
-    "train.duration": "5 steps",
-    "checkpoint.every": "never",
-    "data.eval": "25%",
-    "eval.every": "2 steps",
-    "eval.samples": "0",
-    "train.steps_to_skip": "[3]",
+    "train.duration": "5 steps", "checkpoint.every": "never", "data.eval": "25%", "eval.every": "2 steps",
+    "eval.samples": "0", "train.steps_to_skip": "[3]",
 }
 ADDED = {
-    "ema.half_life": "2 steps",
-    "ema.evaluate": "true",
-    "prober.steps": "[1-3]",
+    "ema.half_life": "2 steps", "ema.evaluate": "true", "prober.steps": "[1-3]",
     "prober.modules": "[embed_tokens, layers.0.mlp]",
 }
 

@@ -1,24 +1,19 @@
 """Weights from elsewhere: one process and two FSDP2 processes begin with the same ones and take the same steps."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.init_from.built import LORA, write_family, write_peft
-from tests.multi.launcher import run
-from tests.multi.parity_worker import take_steps
+from tests.multi.parity import steps_of_two, take_steps
 from tuner.runtime.dist import RankInfo
-
-WORKER = str(Path(__file__).with_name("parity_worker.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 def test_one_process_and_two_agree(tmp_path: Path) -> None:
     base, other = write_family(tmp_path / "base"), write_family(tmp_path / "other", seed=2)
-    (base / "rows.jsonl").touch()
     adapter, _ = write_peft(base, tmp_path / "adapter")
     entries: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
         "none": ({"kind": "none"}, [], [0, 0]),
@@ -27,13 +22,11 @@ def test_one_process_and_two_agree(tmp_path: Path) -> None:
         "below": (LORA, [{"path": str(other), "load": ["norm"]}, {"path": str(adapter), "adapter": "merge"}], [0, 0]),
         "kept": ({**LORA, "target_modules": ["q_proj", "down_proj"]}, [str(adapter)], [0, 0]),
     }
-    plain = {"model": str(base), "precision": "fp32", "global": 4, "micro": 4, "steps": 3}
-    plain |= {"trained": [1, 20, 3, 15, 7, 5]}
     wishes = [
-        {**plain, "adapter": section, "model_keys": {"init_from": given}, "new_ids": new_ids}
+        {"model": str(base), "adapter": section, "model_keys": {"init_from": given}, "new_ids": new_ids}
         for section, given, new_ids in entries.values()
     ]
-    two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2} for wish in wishes])], 2))
+    two = steps_of_two(wishes, tmp_path)
     first = set()
     for name, wish, there in zip(entries, wishes, two, strict=True):
         here = take_steps(wish, RankInfo())

@@ -30,8 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "reward": {"kind": "reward", "center": 0.01},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one, 4 micro-batches": {"micro": 2},
-    "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
+    "one, 4 micro-batches": {"micro": 2}, "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1}
 }
 CASES = [(method, "full", layout) for method in METHODS for layout in LAYOUTS]
 CASES += [

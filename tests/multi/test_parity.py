@@ -27,17 +27,14 @@ SHORT = {"train.duration": "4 steps"}
 WHOLE: dict[str, dict[str, Any]] = {
     f"run: {name}": {**at, "flags": {**SHORT, "train.micro_batch_size": str(micro), "parallel.shard": shard}}
     for name, at, micro, shard in (
-        ("two", {"world": 2, "local": 2}, 4, "full"),
-        ("two, 4 micro-batches", {"world": 2, "local": 2}, 1, "full"),
-        ("four", {"world": 4, "local": 4}, 2, "full"),
-        ("four, 2 micro-batches", {"world": 4, "local": 4}, 1, "full"),
+        ("two", {"world": 2, "local": 2}, 4, "full"), ("two, 4 micro-batches", {"world": 2, "local": 2}, 1, "full"),
+        ("four", {"world": 4, "local": 4}, 2, "full"), ("four, 2 micro-batches", {"world": 4, "local": 4}, 1, "full"),
         ("2 x 2", {"world": 4, "local": 2}, 2, "hybrid"),
         ("2 x 2, 2 micro-batches", {"world": 4, "local": 2}, 1, "hybrid"),
     )
 }
 FLAGS = {
-    "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
-    "parallel.processes": "auto",
+    "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never", "parallel.processes": "auto"
 }  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
     CASES, WHOLE = (

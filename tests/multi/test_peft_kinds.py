@@ -1,20 +1,16 @@
 """Adapters by peft's own configs: two processes, with shards and with replicas, take the steps of one."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.fixtures.peft_kinds import KINDS
-from tests.multi.launcher import run
-from tests.multi.parity_worker import take_steps
+from tests.multi.parity import steps_of_two, take_steps
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import RecipeError
 from tuner.runtime.dist import RankInfo
 from tuner.train.rank_allocation import RankAllocation
 
-WORKER = str(Path(__file__).with_name("parity_worker.py"))
 SPREAD = [name for name in KINDS if name != "adalora"]
 
 
@@ -22,11 +18,9 @@ SPREAD = [name for name in KINDS if name != "adalora"]
 @pytest.mark.multi
 def test_one_process_and_two_agree(tmp_path: Path) -> None:
     write_model(tmp_path)
-    plain: dict[str, Any] = {"model": str(tmp_path), "precision": "fp32", "global": 4, "steps": 3}
-    plain |= {"trained": [1, 20, 3, 15, 7, 5], "micro": 4}
-    wishes = [{**plain, "adapter": {"kind": "peft", "config": KINDS[name]}} for name in SPREAD]
+    wishes = [{"model": str(tmp_path), "adapter": {"kind": "peft", "config": KINDS[name]}} for name in SPREAD]
     recomputed = {"gradient_checkpointing": "full"}
-    two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2, "train": recomputed} for wish in wishes])], 2))
+    two = steps_of_two([{**wish, "train": recomputed} for wish in wishes], tmp_path)
     for name, wish, there in zip(SPREAD, wishes, two, strict=True):
         here = take_steps(wish, RankInfo())
         assert here["trained"] == there["trained"]

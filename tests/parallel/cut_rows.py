@@ -11,17 +11,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+import transformers
 
 from tests.fixtures.rows import MadeRows
+from tests.fixtures.tensors import whole
 from tests.model.tiny import SHAPE, VOCAB, family_model
 from tests.train.answers import Answers
 from tests.train.synthetic import NoTokenizer, recipe_for
@@ -32,6 +25,7 @@ from tuner.data.prepared import PreparedData, Row
 from tuner.evals.scorer import judged
 from tuner.model.decode import greedy
 from tuner.model.divergence import top_tokens
+from tuner.model.root import position_losses
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, build
@@ -95,10 +89,7 @@ class Case:
             local = self.processes // self.machines
             info = RankInfo(rank=rank, local_rank=rank % local, world_size=self.processes, local_world_size=local)
             parallel = {
-                "processes": self.processes,
-                "shard": self.shard,
-                "sequence": self.sequence,
-                "tensor": self.tensor,
+                "processes": self.processes, "shard": self.shard, "sequence": self.sequence, "tensor": self.tensor,
             }
             sections["parallel"] = {**parallel, **sections.get("parallel", {})}
         recipe = recipe_for(directory / self.family, **sections)
@@ -108,15 +99,16 @@ class Case:
         return build(resolve(recipe, MAX_LENGTH, info, range(0)), prepared, tokenizer, info)
 
 
-OTHERS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "gemma2": (Gemma2Config, SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
-    "gpt-oss": (GptOssConfig, SHAPE | {"head_dim": 8, "sliding_window": 8} | EXPERTS),
-    "llama4": (Llama4TextConfig, SHAPE | CHUNKS | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
-    "one key head": (LlamaConfig, SHAPE | {"num_key_value_heads": 1}),
-    "three key heads": (LlamaConfig, SHAPE | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}),
-    "own key heads": (LlamaConfig, SHAPE | {"num_key_value_heads": 4}),
-    "large vocabulary": (LlamaConfig, SHAPE | {"vocab_size": 1024}),
-    "qwen2": (Qwen2Config, SHAPE),
+THREE = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+OTHERS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "gemma2": (transformers.Gemma2Config, SHAPE | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gpt-oss": (transformers.GptOssConfig, SHAPE | {"head_dim": 8, "sliding_window": 8} | EXPERTS),
+    "llama4": (transformers.Llama4TextConfig, SHAPE | CHUNKS | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
+    "one key head": (transformers.LlamaConfig, SHAPE | {"num_key_value_heads": 1}),
+    "three key heads": (transformers.LlamaConfig, SHAPE | THREE),
+    "own key heads": (transformers.LlamaConfig, SHAPE | {"num_key_value_heads": 4}),
+    "large vocabulary": (transformers.LlamaConfig, SHAPE | {"vocab_size": 1024}),
+    "qwen2": (transformers.Qwen2Config, SHAPE),
 }
 """Sinks, soft bounds, chunks and temperature, and numbers of key heads that processes divide or not."""
 
@@ -126,7 +118,8 @@ def write(directory: Path, family: str) -> None:
     torch.manual_seed(1)
     if family in OTHERS:
         kind, values = OTHERS[family]
-        model = AutoModelForCausalLM.from_config(kind(**values, tie_word_embeddings=False), dtype=torch.float32)
+        config = kind(**values, tie_word_embeddings=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     else:
@@ -198,11 +191,6 @@ def method_of(name: str) -> Method:
     return build_method(load_recipe(tree).recipe.method)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
-
-
 OWN = """
 import torch
 from tuner.train.methods.method import Sum, Terms
@@ -240,7 +228,7 @@ def looked_at(assembly: Assembly) -> Taken:
     sync_gradients(root, True)
     with torch.no_grad():
         seen = {
-            "losses": root.losses(*row_of, at, targets),
+            "losses": root(*row_of, at, targets, position_losses),
             "scores": root(*row_of, torch.as_tensor(at), targets, judged),
             "logits": root.logits(*row_of, torch.as_tensor(at[:5])),
             "answers": torch.tensor(greedy(root, [[5, 6, 7], [8]], {2}, [6, 9], torch.device("cpu"))[1]).float(),

@@ -21,19 +21,15 @@ from tuner.train.step import optimizer_step
 
 TRAINED, STEPS = [1, 25, 3, 15, 20, 7, 30, 2], 2
 AXES: dict[str, dict[str, Any]] = {
-    "shards": {"shard": "full"},
-    **{axis: {axis: 2, "shard": "full"} for axis in ("tensor", "sequence", "expert")},
+    "shards": {"shard": "full"}, **{axis: {axis: 2, "shard": "full"} for axis in ("tensor", "sequence", "expert")}
 }
 OUTSIDE = {"expert": 4}
 """Places that are left to the interpreter: before and after tokens are sent, of the first layer and of the others."""
 LORA = {"adapter": {"kind": "lora", "r": 4, "alpha": 8}}
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "shards": ("mixtral", "shards", "selective", {}),
-    "tensor": ("mixtral", "tensor", "full", {}),
-    "tensor, dense": ("llama", "tensor", "none", {}),
-    "tensor, adapter": ("llama", "tensor", "full", LORA),
-    "sequence": ("mixtral", "sequence", "full", {}),
-    "sequence, dense": ("llama", "sequence", "none", LORA),
+    "shards": ("mixtral", "shards", "selective", {}), "tensor": ("mixtral", "tensor", "full", {}),
+    "tensor, dense": ("llama", "tensor", "none", {}), "tensor, adapter": ("llama", "tensor", "full", LORA),
+    "sequence": ("mixtral", "sequence", "full", {}), "sequence, dense": ("llama", "sequence", "none", LORA),
     "expert": ("mixtral", "expert", "none", {}),
 }
 CHEAP = {"tensor"}

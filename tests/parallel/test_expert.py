@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig
 
+from tests.fixtures import tables
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tests.model.tiny import SHAPE, family_config
 from tests.parallel.experts import both, differences
 from tests.train.synthetic import assembly_for, recipe_for
@@ -81,10 +83,6 @@ def assembled(model: Path, rank: int, layout: dict[str, Any]) -> Assembly:
     sections = {"adapter": layout.get("adapter", {"kind": "none"}), "model": {"router_z_loss_coef": 0.1}}
     recipe = recipe_for(model, train=train, parallel=parallel, **sections)
     return assembly_for(recipe, TRAINED, RankInfo(rank, layout["world"], rank % layout["local"], layout["local"]))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients_of(assembly: Assembly) -> dict[str, torch.Tensor]:
@@ -179,10 +177,8 @@ def layer(config: Any) -> nn.Module:
 
 
 ROUTED = {
-    "evenly": [[0, 1], [2, 3], [3, 0], [1, 2]],
-    "to the first process alone": [[0, 1], [1, 0], [0, 1]],
-    "to one expert of the second": [[3, 3], [3, 3]],
-    "some to nobody": [[0, 2]],
+    "evenly": [[0, 1], [2, 3], [3, 0], [1, 2]], "to the first process alone": [[0, 1], [1, 0], [0, 1]],
+    "to one expert of the second": [[3, 3], [3, 3]], "some to nobody": [[0, 2]],
 }
 
 
@@ -289,11 +285,7 @@ def content_of(assembly: Assembly) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "reason", "hint"),
-    [
-        ("llama", 2, "LlamaForCausalLM has no routed experts", "write parallel.expert: 1"),
-        ("mixtral", 3, r"3 does not divide the 4 experts of model\.layers\.0\.mlp\.experts", "write one of 2, 4"),
-    ],
+    ("family", "size", "reason", "hint"), tables.cases(__file__, "what_cannot_be_spread_is_refused")
 )
 def test_what_cannot_be_spread_is_refused(family: str, size: int, reason: str, hint: str) -> None:
     built = meta_model(family_config(family, tied=False), torch.float32)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.model.root import CausalLM
 from tuner.parallel import fsdp
@@ -77,11 +78,6 @@ def loss_of(root: CausalLM, seed: int) -> torch.Tensor:
 
 def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
 
 
 def test_one_process_has_its_tensors_whole() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
 from tests.model.test_decode import CPU, PROMPTS
 from tests.parallel.test_fsdp import gradients, loss_of, sharded, tiny_model, whole
@@ -15,22 +16,14 @@ from tuner.model.decode import greedy
 from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.gathered import gathered, whole_bytes
 from tuner.parallel.lookup import lookups
-from tuner.runtime import torch_private
 
 LIMITS = [3, 2, 4]
 """Tokens of each answer."""
 
 
-class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-defined]
-    """Counts the collectives that gather weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allgather" in str(function)
-        return function(*args, **(kwargs or {}))
+def gathers(func: Any, args: Any, result: Any) -> list[Any]:
+    """The collectives that gather weights."""
+    return [func] if "allgather" in str(func) else []
 
 
 @pytest.mark.multi
@@ -47,16 +40,16 @@ def test_the_model_is_gathered_once_and_not_for_each_token(tokens: int | None, t
         assert len(lookups(root)) == (tokens is not None)
         kept = (root, root.model.get_output_embeddings())  # for the backward pass, which begins with them
         answers = greedy(plain, PROMPTS, (), LIMITS, CPU)
-        with Gathers() as evaluating, torch.no_grad():
+        with Operations(gathers) as evaluating, torch.no_grad():
             loss_of(root, 5)
-        with Gathers() as alone:
+        with Operations(gathers) as alone:
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        assert evaluating.count == n_gathers
+        assert len(evaluating.found) == n_gathers
         # This model's prompts are decoded one by one.
-        assert alone.count == sum(LIMITS) * (n_gathers - len(kept)), "each token gathers embedding and blocks"
-        with Gathers() as together, gathered(root):
+        assert len(alone.found) == sum(LIMITS) * (n_gathers - len(kept)), "each token gathers embedding and blocks"
+        with Operations(gathers) as together, gathered(root):
             assert greedy(root, PROMPTS, (), LIMITS, CPU) == answers
-        assert together.count <= n_gathers
+        assert len(together.found) <= n_gathers
         assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "nothing stays gathered"
         for seed in (0, 1):
             loss_of(plain, seed).backward()

@@ -1,9 +1,9 @@
 """How processes lie along axes: who computes which rows, who holds which shard, and as torch counts them."""
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fixtures import tables
+from tests.fixtures.processes import fake_group
 from tuner.errors import MachineError
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
@@ -14,15 +14,7 @@ def laid_out(rank: int, world_size: int, local: int, shard: str) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "local", "shard", "axes", "copies"),
-    [
-        (4, 4, "full", {"shard": 4}, 1),
-        (4, 2, "full", {"shard": 4}, 1),
-        (4, 2, "hybrid", {"replicate": 2, "shard": 2}, 2),
-        (4, 4, "hybrid", {"shard": 4}, 1),
-        (4, 4, "none", {"replicate": 4}, 4),
-        (4, 1, "hybrid", {"replicate": 4}, 4),
-    ],
+    ("world_size", "local", "shard", "axes", "copies"), tables.cases(__file__, "every_process_computes_its_own_rows")
 )
 def test_every_process_computes_its_own_rows(
     world_size: int, local: int, shard: str, axes: dict[str, int], copies: int
@@ -32,16 +24,13 @@ def test_every_process_computes_its_own_rows(
     assert {(mesh.size, mesh.data_size, mesh.copies) for mesh in meshes} == {(world_size, world_size, copies)}
     assert [mesh.data_rank for mesh in meshes] == list(range(world_size))
     for mesh in meshes:
-        dist.init_process_group("fake", store=FakeStore(), rank=mesh.rank, world_size=world_size)
-        try:
+        with fake_group(mesh.rank, world_size):
             devices = mesh.device_meshes("cpu").weights
             if "shard" not in axes:
                 assert devices is None
                 continue
             assert devices is not None and devices.mesh_dim_names == tuple(axes)
             assert [*(devices.get_coordinate() or ())] == [mesh.index(name) for name in axes]
-        finally:
-            dist.destroy_process_group()
 
 
 def test_processes_along_another_axis_share_their_rows() -> None:
@@ -87,8 +76,7 @@ def test_groups_of_four_processes(
     assert [mesh.data_rank for mesh in meshes] == data
     assert {mesh.data_size * mesh.row_holders for mesh in meshes} == {4}
     for mesh in meshes:
-        dist.init_process_group("fake", store=FakeStore(), rank=mesh.rank, world_size=4)
-        try:
+        with fake_group(mesh.rank, 4):
             found = mesh.device_meshes("cpu")
             assert (found.weights and found.weights.mesh_dim_names) == weights
             assert (found.expert_weights and found.expert_weights.mesh_dim_names) == expert_weights
@@ -99,8 +87,6 @@ def test_groups_of_four_processes(
             if found.sequence is not None:  # neighbours, but for those of one tensor group
                 own = found.sequence.mesh.tolist()
                 assert mesh.rank in own and own == list(range(own[0], own[0] + len(own) * spec.tensor, spec.tensor))
-        finally:
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

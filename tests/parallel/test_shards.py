@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fixtures.processes import run_ranks
+from tests.fixtures.processes import fake_group, run_ranks
 from tests.parallel.meshes import STRIDED, mesh_of, placed
 from tuner.parallel.layouts import added_up, layouts_of, map_whole_matrices, whole
 from tuner.runtime.parts import part_of
-from tuner.runtime.torch_private import FakeStore, FakeTensorMode
+from tuner.runtime.torch_private import FakeTensorMode
 
 SHAPES = [(5, 3), (4, 2), (1, 6), (8, 4)]
 """Rows that processes share unevenly, evenly, and not at all."""
@@ -33,12 +33,9 @@ def ways() -> dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]:
     from torch.distributed.tensor import Replicate, Shard
 
     return {
-        "rows": ((4,), (Shard(0),)),
-        "columns": ((4,), (Shard(1),)),
-        "rows and columns": ((2, 2), (Shard(0), Shard(1))),
-        "rows of rows": ((2, 2), (STRIDED(0, 2), Shard(0))),
-        "parts of rows": ((2, 2), (Shard(1), STRIDED(0, 2))),
-        "copies of columns": ((2, 2), (Replicate(), Shard(1))),
+        "rows": ((4,), (Shard(0),)), "columns": ((4,), (Shard(1),)),
+        "rows and columns": ((2, 2), (Shard(0), Shard(1))), "rows of rows": ((2, 2), (STRIDED(0, 2), Shard(0))),
+        "parts of rows": ((2, 2), (Shard(1), STRIDED(0, 2))), "copies of columns": ((2, 2), (Replicate(), Shard(1))),
     }
 
 
@@ -89,8 +86,7 @@ def test_layouts_are_found_where_a_step_is_predicted(rank: int) -> None:
     """No tensor has numbers there, a mesh's own neither; over copies, shards and parts of layers at once."""
     from torch.distributed.tensor import Replicate, Shard
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-    try:
+    with fake_group(rank, 8):
         mesh_of((2, 2, 2))  # before, as a launch's
         with FakeTensorMode():
             weight = placed(torch.zeros(8, 6), (2, 2, 2), (Replicate(), STRIDED(0, 2), Shard(0)))
@@ -101,5 +97,3 @@ def test_layouts_are_found_where_a_step_is_predicted(rank: int) -> None:
             )
             assert [box.offsets[0] for part in layout.parts for box in part.boxes] == [0, 4, 2, 6]
             assert map_whole_matrices(torch.neg, [weight.to_local()], [layout])[0].shape == (2, 6)
-    finally:
-        torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ Its other layers are whole on each process of a group, which compute the same.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures import split
+from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tests.model.tiny import VOCAB, family_config
 from tests.parallel.test_fsdp import Sent
 from tuner.evals.scorer import judged
 from tuner.model.adapter import LoraSpec
 from tuner.model.decode import greedy
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard, sync_gradients
 from tuner.parallel.mesh import Mesh, MeshSpec
@@ -74,27 +77,14 @@ def batch(seed: int) -> tuple[Any, ...]:
     return ids, places, LENGTHS, positions, ids[positions + 1]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def in_bf16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
 
 
-class Columns(TorchDispatchMode):
+def columns(func: Any, args: Any, result: Any) -> list[int]:
     """How many columns the matrices have that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
-                self.seen.add(tensor.shape[-1])
-        return found
+    tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+    return [tensor.shape[-1] for tensor in tensors if tensor.ndim > 1]
 
 
 def trained(root: CausalLM, seeds: list[list[int]], rank: int, context: Any = nullcontext) -> list[float]:
@@ -145,7 +135,7 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
     def asked(model: CausalLM) -> None:
         model.eval()
         with torch.no_grad(), in_bf16():
-            model.losses(*batch(1))
+            model(*batch(1), position_losses)
             model(*batch(1), judged)
             greedy(model, [[3, 4, 5], [6]], (), [4, 2], CPU)
 
@@ -153,14 +143,14 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
         return record_probes(model, [torch.tensor([3, 4, 5])], CPU)["logits"]
 
     one = plain()
-    with Columns() as of_one:
+    with Operations(columns) as of_one:
         expected = trained(one, [[1], [2]], 0, in_bf16)
         asked(one)
     expected_logits = logits(one)
 
     def work(rank: int) -> None:
         root = spread(rank, 4, 2, rounded_to=torch.bfloat16)
-        with Columns() as of_four:
+        with Operations(columns) as of_four:
             losses = trained(root, [[1, 2]], rank // 2, in_bf16)
         assert losses == pytest.approx([expected[rank // 2]], rel=1e-3)
         compare(root, one, 2e-2)
@@ -170,8 +160,8 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
             asked(root)
         # With weights as they are trained.
         torch.testing.assert_close(logits(root), expected_logits, rtol=1e-5, atol=1e-6)
-        assert VOCAB in of_one.seen and VOCAB not in of_four.seen
-        assert (49, 48)[rank % 2] in of_four.seen
+        assert VOCAB in of_one.found and VOCAB not in of_four.found
+        assert (49, 48)[rank % 2] in of_four.found
 
     assert run_ranks(4, tmp_path, work) == [0] * 4
 
@@ -183,9 +173,8 @@ def test_evaluation_answers_and_probes_are_those_of_one_process(tmp_path: Path) 
     def work(rank: int) -> None:
         one, root = plain().eval(), spread(rank, 2, 2).eval()
         with torch.no_grad():
-            for seed in (1, 2):
-                torch.testing.assert_close(root.losses(*batch(seed)), one.losses(*batch(seed)), rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(root(*batch(seed), judged), one(*batch(seed), judged), rtol=1e-5, atol=1e-6)
+            for seed, asked in product((1, 2), (position_losses, judged)):
+                torch.testing.assert_close(root(*batch(seed), asked), one(*batch(seed), asked), rtol=1e-5, atol=1e-6)
         answers = greedy(root, prompts, (), limits, CPU)
         assert answers == greedy(one, prompts, (), limits, CPU)
         root.layout.takes_documents = one.takes_documents = False  # as for models whose prompts are answered one by one

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fixtures import split
+from tests.fixtures import split, tensors
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import family_config
 from tests.train.answers import Answers
@@ -28,10 +28,7 @@ from tuner.train.guard import Guard
 from tuner.train.methods.method import Method, build_method
 from tuner.train.step import StepConfig, TrainState, forward_backward
 
-CASES = (
-    (2, split.Split("qwen3", tied=True)),
-    (4, split.Split("llama", adapter="lora")),
-)
+CASES = ((2, split.Split("qwen3", tied=True)), (4, split.Split("llama", adapter="lora")))
 """Processes, two of which split each layer; with an adapter the reference is the model without it."""
 
 
@@ -66,7 +63,7 @@ def of_answers(root: CausalLM, mesh: Mesh, method: Method) -> tuple[float, dict[
     if mesh.size > 1:
         dist.all_reduce(loss)
         loss /= mesh.tensor
-    gradients = {name: split._full(gradient).clone() for name, gradient in state.gradients().items()}
+    gradients = {name: tensors.whole(gradient) for name, gradient in state.gradients().items()}
     for parameter in parameters.values():
         parameter.grad = None
     return loss.item(), gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fixtures.processes import run_ranks
+from tests.fixtures.processes import fake_group, run_ranks
 from tests.parallel.meshes import STRIDED, mesh_of, placed
 from tests.parallel.test_replicas import flip
 from tuner.errors import RecipeError
@@ -21,7 +21,6 @@ from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
-from tuner.runtime.torch_private import FakeStore
 
 
 class Layer(nn.Module):
@@ -97,13 +96,10 @@ def test_uneven_rows_of_which_torch_would_not_know_whose_they_are(rows: int, rig
     """Nine over two and then four: the fourth shard of the first has none, and torch says that of the second."""
     from torch.distributed.tensor import Shard
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    try:
+    with fake_group(3, 8):
         layer = Layer(placed(numbers(rows, 2), (4, 2), (STRIDED(0, 2), Shard(0))))
         with nullcontext() if right else pytest.raises(RecipeError, match="9 rows cannot be shared by 4 x 2 processes"):
             require_as_declared(layer)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.multi
@@ -116,11 +112,7 @@ def test_norms_count_once_and_whole_gradients_are_summed_over_those_with_the_sam
         assert meshes.data_mesh is not None and meshes.weights is not None and meshes.tensor is not None
         assert meshes.data_mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
         norm = DTensor.from_local(numbers(3) + 3 * (rank // 2), meshes.weights, [Shard(0)], run_check=False)
-        tensors = {
-            1: placed(numbers(8, 6), (2, 2), (STRIDED(0, 2), Shard(0))),
-            2: norm,
-            4: numbers(5),
-        }
+        tensors = {1: placed(numbers(8, 6), (2, 2), (STRIDED(0, 2), Shard(0))), 2: norm, 4: numbers(5)}
         assert [holders(one, mesh) for one in tensors.values()] == [1, 2, 4]
         total = squared_norm(list(tensors.values()), mesh)
         torch.distributed.all_reduce(total)

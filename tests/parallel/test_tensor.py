@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from tests.fixtures import tables
+from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, all_batches, differences, split_model, step, whole_model
 from tests.model.tiny import FAMILIES, family_config
@@ -27,12 +28,7 @@ ALONE = {
         Split("gemma3", tied=True),
         Split("mistral", config={"num_key_value_heads": 1}, accumulated=2),
     ],
-    "other families": [
-        Split("olmo2", level="selective"),
-        Split("phi"),
-        Split("phi3"),
-        Split("qwen3-moe"),
-    ],
+    "other families": [Split("olmo2", level="selective"), Split("phi"), Split("phi3"), Split("qwen3-moe")],
     "adapters": [
         Split("qwen3", tied=True, adapter="lora", config={"num_key_value_heads": 1, "attention_bias": True}),
         Split("llama", adapter="lora", dropout=0.1, accumulated=4, new_ids=range(97, 99), config={"vocab_size": 99}),
@@ -43,10 +39,7 @@ ALONE = {
 """Groups of cases for two processes, of which each holds a part of every layer."""
 FOUR = MeshSpec("full", tensor=4)
 SHARDED = {
-    "one group": [
-        Split("llama", mesh=FOUR, config=BIASED),
-        Split("qwen3", tied=True, mesh=FOUR, accumulated=2),
-    ],
+    "one group": [Split("llama", mesh=FOUR, config=BIASED), Split("qwen3", tied=True, mesh=FOUR, accumulated=2)],
     "two groups that shard what they have": [
         Split("qwen3", tied=True, accumulated=4, config={"vocab_size": 100}),
         Split("llama", adapter="dora", accumulated=2, config={"vocab_size": 100, "num_key_value_heads": 1}),
@@ -78,8 +71,7 @@ def test_a_step_of_two_processes_is_that_of_one(group: str, tmp_path: Path) -> N
 @pytest.mark.slow("one group")
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "group",
-    [pytest.param(group, marks=pytest.mark.slow) if group.endswith("have") else group for group in SHARDED],
+    "group", [pytest.param(group, marks=pytest.mark.slow) if group.endswith("have") else group for group in SHARDED]
 )
 def test_so_is_one_of_four_processes_with_shards_and_copies(group: str, tmp_path: Path) -> None:
     compared(4, SHARDED[group], tmp_path)
@@ -95,20 +87,7 @@ def model_of(family: str, directory: Path, **changes: object) -> PreTrainedModel
 
 @pytest.mark.parametrize(
     ("family", "changes", "size", "expected", "hint"),
-    [
-        ("llama", {}, 3, "layers.0.self_attn has 4 heads, which 3 does not divide", "parallel.tensor: 1 or 2 or 4"),
-        (
-            "llama",
-            {"num_attention_heads": 6, "hidden_size": 48, "num_key_value_heads": 3},
-            2,
-            "gives 3 heads",
-            "1 or 3 or 6",
-        ),
-        ("llama", {"intermediate_size": 50}, 4, "layers.0.mlp.gate_proj is 50 wide", "1 or 2 or 5 or 10"),
-        ("gpt2", {}, 2, "no plan of how to split a gpt2 model", "parallel.tensor: 1"),
-        ("phi", {"qk_layernorm": True}, 2, "what becomes of layers.0.self_attn.q_layernorm", "parallel.tensor: 1"),
-        ("llama", {"attention_dropout": 0.1}, 2, "its attention has dropout", "parallel.tensor: 1"),
-    ],
+    tables.cases(__file__, "what_cannot_be_split_is_refused_with_the_numbers_that_can"),
 )
 def test_what_cannot_be_split_is_refused_with_the_numbers_that_can(
     family: str, changes: dict[str, object], size: int, expected: str, hint: str, tmp_path: Path
@@ -171,27 +150,19 @@ def test_two_processes_share_the_products_and_send_what_the_formula_says(tmp_pat
         split, batches = split_model(case, mesh, whole, tmp_path / str(rank)), all_batches(case, 1)
         with FlopCounterMode(display=False) as alone:
             step(whole, Mesh(), batches)
-        with FlopCounterMode(display=False) as shared, SentTensors() as sent:
+        with FlopCounterMode(display=False) as shared, Operations(summed) as sent:
             step(split, mesh, batches)
         assert shared.get_total_flops() == pytest.approx(alone.get_total_flops() / 2, rel=0.05)
         config, tokens = whole.model.config, batches.tokens
-        activations = [numel for numel in sent.numels if numel == tokens * config.hidden_size]
+        activations = [numel for numel in sent.found if numel == tokens * config.hidden_size]
         layers, embedding, head = 4 * config.num_hidden_layers, 1, 1
         predicted = tokens - len(batches.micro[0].lengths)
         assert len(activations) == layers + embedding
-        assert sent.numels.count(predicted * config.hidden_size) == head
+        assert sent.found.count(predicted * config.hidden_size) == head
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
 
-class SentTensors(TorchDispatchMode):
-    """Counts the elements of every sum over processes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numels: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.allreduce_.default:
-            self.numels += [tensor.numel() for tensor in args[0]]
-        return func(*args, **(kwargs or {}))
+def summed(func: Any, args: Any, result: Any) -> list[int]:
+    """The elements of every sum over processes."""
+    return [tensor.numel() for tensor in args[0]] if func is torch.ops.c10d.allreduce_.default else []

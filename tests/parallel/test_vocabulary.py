@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import whole
 from tuner.evals.scorer import judged
 from tuner.model import output_layer
 from tuner.model.output_layer import ALIGNED, LogitTransform, OutputLayer
@@ -55,10 +56,6 @@ def of_documents(layer: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor
     return sum(((part.sum() / 5) ** 2 for part in found.split(5)), start=found.sum())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
@@ -72,8 +69,7 @@ def compare(pair: tuple[OutputLayer, OutputLayer], count: int, trained: bool) ->
         found = []
         for layer in pair:
             hidden, own = (
-                states.clone().requires_grad_(),
-                [one for one in (layer.weight, layer.bias) if one is not None],
+                states.clone().requires_grad_(), [one for one in (layer.weight, layer.bias) if one is not None]
             )
             for tensor in own:
                 tensor.requires_grad_(trained)
@@ -105,9 +101,7 @@ def test_losses_gradients_and_choices_are_those_of_one_process(
 ) -> None:
     """Rows that do not divide, and of four processes one without any; as on a GPU, with rows of logits filled up."""
     kinds = (
-        (LogitTransform(), True, False, True, 13),
-        (CAPPED, False, True, True, 13),
-        (CAPPED, True, False, False, 13),
+        (LogitTransform(), True, False, True, 13), (CAPPED, False, True, True, 13), (CAPPED, True, False, False, 13),
         (LogitTransform(), False, True, False, 0),
     )
 

@@ -12,15 +12,14 @@ from tests.fixtures.predict_cases import Case
 from tests.fixtures.predict_counted import resolved_case
 from tests.profile.test_predict import wish
 from tests.profile.test_traffic import Watched
-from tests.profile.test_tree import Counted
+from tests.profile.test_tree import Counted, fitted
 from tuner.config.recipe import Recipe
 from tuner.profile import fit as fitting
 from tuner.profile.devices import find_device
 from tuner.profile.estimate import LINKS, StepSetting, least_exchanged, seconds_of
-from tuner.profile.fit import fit
 from tuner.profile.predict import Target
 from tuner.profile.prediction import Prediction
-from tuner.profile.search import How, Speed
+from tuner.profile.search import Speed
 from tuner.profile.tracing import trace_step
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.profile.workload import workload
@@ -145,7 +144,7 @@ def test_rows_are_cut_where_nothing_else_fits(tmp_path: Path) -> None:
     def found(limit: int) -> tuple[dict[str, Any], int]:
         counted = Spread()
         target = Target(find_device("rtx4090-24g"), RankInfo(0, 8, 0, 8), limit * GIB, GIB)  # the host has no room
-        best = fit(recipe, target, how=How(counted, whole=None)).choices[0]
+        best = fitted(recipe, target, counted).choices[0]
         assert best.fits
         return best.overrides, len(counted.asked)
 

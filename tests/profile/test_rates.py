@@ -15,7 +15,6 @@ from tuner.profile.rates import (
     IN_KERNEL,
     DeviceRates,
     MeasuredStep,
-    ProductRate,
     measured,
     rates_of,
     seconds_of_attention,
@@ -27,7 +26,7 @@ from tuner.profile.rates import (
 from tuner.runtime.dist import RankInfo
 
 H200 = "NVIDIA H200"
-PRODUCTS = [ProductRate(1024, 4096, 500e12), ProductRate(4096, 4096, 700e12)]
+PRODUCTS = [(1024, 4096, 500e12), (4096, 4096, 700e12)]
 RATES = DeviceRates("card", "2026-01-01", 8192, PRODUCTS, [(512, 1e14), (4096, 2e14)], copy=4e12, thin=1e12)
 FULL = 1 - 512 / (8192 + 512)
 SHAPES = {

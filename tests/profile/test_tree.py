@@ -6,19 +6,21 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.profile.test_predict import wish
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
+from tuner.profile import search
 from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, fit
 from tuner.profile.options import lines_to_write, tradeoffs_of
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Prediction, TimeEstimate
 from tuner.profile.report import choices_table, flags
-from tuner.profile.search import Dimension, How, Tree, Trials
+from tuner.profile.search import Dimension, Tree, Trials
 from tuner.profile.traffic import Traffic
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import rows_at_once
@@ -117,10 +119,17 @@ class Counted:
         )
 
 
+def fitted(recipe: Recipe, target: Target, quick: Any, whole: Any = None) -> Fit:
+    """By stand-ins for predictions; without one for whole models the quick ones choose."""
+    alike = search.layers_alike if whole else (lambda model: 0)
+    with patch.multiple(search, predict_by_layers=quick, predict=whole, layers_alike=alike):
+        return fit(recipe, target)
+
+
 def found(place: Path, limit: int, counted: Counted, host: int = 64, **sections: dict[str, Any]) -> Fit:
     sections["train"] = {"micro_batch_size": 1, "gradient_checkpointing": "none", **sections.get("train", {})}
     target = Target(find_device("rtx4090-24g"), RankInfo(), limit * GIB, host * GIB)
-    return fit(wish(place, **sections), target, how=How(counted, whole=None))
+    return fitted(wish(place, **sections), target, counted)
 
 
 def test_what_changes_nothing_is_tried_before_what_does(tmp_path: Path) -> None:
@@ -179,14 +188,12 @@ def test_what_the_model_refuses_is_left_out(tmp_path: Path) -> None:
 def test_times_are_of_the_target_whatever_a_whole_prediction_was_made_for(tmp_path: Path) -> None:
     target, sections = Target(find_device("rtx4090-24g"), RankInfo(), 24 * GIB), {"train": {"micro_batch_size": 1}}
     quick, whole = (
-        fit(wish(tmp_path, **sections), target, how=How(Counted(), whole=made)).choices for made in (None, Counted())
+        fitted(wish(tmp_path, **sections), target, Counted(), made).choices for made in (None, Counted())
     )
     assert quick[0].overrides == whole[0].overrides and quick[0].step_s == whole[0].step_s < 1
 
 
-def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(tmp_path: Path) -> None:
     plain = Counted()
 
     def counted(recipe: Recipe, target: Target, layers: int = 0, prepared: Path | None = None) -> Prediction:
@@ -196,7 +203,7 @@ def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
         return said
 
     target = Target(find_device("rtx4090-24g"), RankInfo(), 80 * GIB, 32 * GIB)
-    best = fit(wish(tmp_path), target, how=How(counted, whole=None)).choices[0]
+    best = fitted(wish(tmp_path), target, counted).choices[0]
     assert best.overrides["checkpoint.async_save"] is False and best.fits
 
 

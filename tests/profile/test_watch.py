@@ -24,8 +24,7 @@ FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe without an adapter, in which every test trains under names of its own."""
-    found = tmp_path_factory.mktemp("trained")
-    trainings.prepare(found, 1)
+    found = trainings.prepare(tmp_path_factory.mktemp("trained"), 1)
     lines = (found / "r.yaml").read_text().splitlines(keepends=True)
     (found / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))
     return found

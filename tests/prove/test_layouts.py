@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner.config.recipe import ParallelSection
 from tuner.errors import RecipeError
 from tuner.parallel.mesh import Mesh, MeshSpec
@@ -43,24 +44,7 @@ def test_what_is_no_layout_is_refused(name: str) -> None:
         parse(name)
 
 
-OWN: list[tuple[dict[str, Any], str | None]] = [
-    ({}, None),
-    ({"processes": 1}, None),
-    ({"processes": 2}, "fsdp2"),
-    ({"processes": 8}, "fsdp4"),
-    ({"processes": 6}, "fsdp3"),
-    ({"processes": 2, "shard": "none"}, "none2"),
-    ({"processes": 8, "shard": "hybrid"}, "hsdp2x2"),
-    ({"tensor": 2}, "tp2"),
-    ({"tensor": 8}, "tp4"),
-    ({"processes": 16, "tensor": 4}, "fsdp2+tp2"),
-    ({"processes": 8, "tensor": 2, "sequence": 2}, "tp2+sp2"),
-    ({"processes": 8, "expert": 8}, "ep4"),
-    ({"processes": 8, "expert": 4}, "fsdp2+ep2"),
-]
-
-
-@pytest.mark.parametrize(("section", "name"), OWN)
+@pytest.mark.parametrize(("section", "name"), cases(__file__, "the_recipes_own_layout_comes_first_and_each_once"))
 def test_the_recipes_own_layout_comes_first_and_each_once(section: dict[str, Any], name: str | None) -> None:
     parallel = ParallelSection(**section)
     own = own_layout(parallel)

@@ -22,8 +22,7 @@ logging: {level: warning}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("answers")
-    trainings.prepare(directory, 1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("answers"), 1)
     (directory / "r.yaml").write_text(RECIPE)
     rng = random.Random(1)
     answers = [(f"question {i} ", "ab" * rng.randint(1, 4), "cd" * rng.randint(1, 4)) for i in range(40)]

@@ -24,8 +24,7 @@ MADE = SHORT | HELD_OUT | EMA | {"ema__evaluate": "true"}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a run with averages, `whole`, has ended, and the same without, `plain`."""
-    directory = tmp_path_factory.mktemp("averages")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("averages"), 1, layers=1)
     launch(directory, **SHORT, **HELD_OUT, name="plain")
     launch(directory, **MADE, name="whole")
     return directory

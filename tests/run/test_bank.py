@@ -2,17 +2,19 @@
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.fixtures.trainings import launch, lines, outcome
+from tests.fixtures.newer_versions import Change, shift, versions_appear
+from tests.fixtures.tables import cases
+from tests.fixtures.trainings import in_full, launch, lines, outcome
 from tuner.api.exports import export_hf
 from tuner.api.scores import evaluate
 from tuner.checkpoint.load import read_tensors
@@ -28,24 +30,14 @@ EMBEDDINGS = "model.embed_tokens.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-def publish(directory: Path, number: int, change: Callable[[dict[str, Any]], Any] = lambda tensors: tensors) -> Path:
+def publish(directory: Path, number: int, change: Change = lambda tensors: tensors) -> Path:
     """Another version, with weights of its own."""
-    path = shutil.copytree(directory / "model", directory / "versions" / f"step-{number}")
-    tensors = {
-        name: tensor + 0.05 * torch.sin(number * torch.arange(1, tensor.numel() + 1)).view_as(tensor)
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
-    return path
+    return shift(shutil.copytree(directory / "model", directory / "versions" / f"step-{number}"), number, change)
 
 
 def publish_few(directory: Path, number: int) -> Path:
     """One whose embeddings lack their last rows."""
     return publish(directory, number, lambda tensors: {**tensors, EMBEDDINGS: tensors[EMBEDDINGS][:290].clone()})
-
-
-def in_full(recipe: Path) -> None:
-    recipe.write_text(re.sub(r"^adapter: .*\n", "", recipe.read_text(), flags=re.MULTILINE))
 
 
 def flags(directory: Path, entry: Mapping[str, Any] = FROZEN, **others: str) -> dict[str, Any]:
@@ -55,18 +47,7 @@ def flags(directory: Path, entry: Mapping[str, Any] = FROZEN, **others: str) -> 
     return given | more | others
 
 
-def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mapping[int, int], dies: int = 0) -> None:
-    """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
-    look = ModelBank.look
-
-    def looked(self: ModelBank, number: int, step: int, say: Any) -> TakenVersion:
-        if step == dies:
-            raise KeyboardInterrupt
-        if step in versions:
-            publish(directory, versions[step])
-        return look(self, number, step, say)
-
-    monkeypatch.setattr(ModelBank, "look", looked)
+appearing = partial(versions_appear, ModelBank, publish)
 
 
 def noted(run: Path) -> list[tuple[int, str]]:
@@ -119,7 +100,7 @@ def test_trained_weights_are_overwritten_with_a_warning_and_frozen_rows_without(
     """A run is a source as it is. Few rows fill the first ones, and the hash is one of all. The optimizer keeps its
     moments: at a rate of next to nothing the last weights are those of the last version."""
     said, look = list[str](), ModelBank.look
-    in_full(workplace / "r.yaml")
+    in_full(workplace)
     source = launch(workplace, name="source", train__duration="4 steps", checkpoint__every="3 steps").run_dir
     for number in (10, 20):
         publish_few(workplace, number)
@@ -184,19 +165,7 @@ def test_versions_that_are_gone_changed_or_others_are_refused_by_name(
     assert "step-40 is passed over" in (run / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("entries", "others", "says"),
-    [
-        ([{"path": "model", "every": "2 steps"}], {}, "model has no versions, so that nothing newer can come from it"),
-        ([{"path": "versions", "every": "2 windows"}], {}, "there are no windows to count"),
-        ([{"path": "versions", "every": "5 min"}], {}, "steps"),
-        ([{"path": "versions", "every": "1 epoch"}], {"data__windows__files": "1"}, "have no epochs"),
-        ([{"path": "versions", "every": "2 steps"}, {"path": "model", "load": ["norm"]}], {},
-         "model.norm.weight is taken again and again, and model.init_from.1 gives it, too"),
-        ([{"path": "versions", "every": "2 steps"}], {"tokenizer__add_tokens": '["<x>"]'}, "nor rows of new tokens"),
-        ([{"path": "versions", "every": "2 steps"}], {"method__kind": "dpo"}, "neither a reference model nor"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("entries", "others", "says"), cases(__file__, "what_cannot_be_taken_again_is_refused"))
 def test_what_cannot_be_taken_again_is_refused(
     workplace: Path, entries: list[Any], others: Mapping[str, str], says: str
 ) -> None:

@@ -19,10 +19,8 @@ TOTAL = 6
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a run, `whole`, has ended."""
-    directory = tmp_path_factory.mktemp("begun")
-    trainings.prepare(directory, 1, layers=1)
-    text = (directory / "r.yaml").read_text().replace("3 epochs", f"{TOTAL} steps")
-    (directory / "r.yaml").write_text(text.replace("every: 4 steps", "every: 2 steps"))
+    directory = trainings.prepare(tmp_path_factory.mktemp("begun"), 1, layers=1)
+    trainings.edit(directory, ("3 epochs", f"{TOTAL} steps"), ("every: 4 steps", "every: 2 steps"))
     launch(directory, name="whole")
     return directory
 

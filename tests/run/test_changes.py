@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.dump import recipe_dict
@@ -99,21 +100,7 @@ def test_a_checkpoint_from_before_a_key_was_there_goes_on(tmp_path: Path) -> Non
         require_recipe_of(found, other, ())
 
 
-@pytest.mark.parametrize(
-    ("changed", "resets"),
-    [
-        (["train.duration 8 steps -> 12 steps"], "schedule"),
-        (["schedule.kind cosine -> linear", "train.duration 1 -> 2"], "schedule"),
-        (["optimizer.lr 0.001 -> 0.002"], "optimizer.arguments"),
-        (["optimizer.betas [0.9, 0.95] -> None", "optimizer.kind adamw -> sgd"], "optimizer"),
-        (["optimizer.state fp32 -> 8bit"], "optimizer"),
-        (["optimizer.lr 1 -> 2", "train.duration 1 -> 2"], "optimizer.arguments,schedule"),
-        (["train.global_batch_size 8 -> 16"], "data"),
-        (["data.train a -> b", "seed 1 -> 2"], "data,rng"),
-        (["model.name_or_path a -> b"], None),
-        (["train.duration 1 -> 2", "adapter.r 8 -> 16"], None),
-    ],
-)
+@pytest.mark.parametrize(("changed", "resets"), cases(__file__, "a_reset_is_proposed_where_one_allows_the_change"))
 def test_a_reset_is_proposed_where_one_allows_the_change(changed: list[str], resets: str | None) -> None:
     assert Changes(refuse=tuple(changed)).resets() == resets
     if resets is not None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import BloomConfig, BloomForCausalLM
 
 from tests.fixtures import trainings
+from tests.fixtures.newer_versions import shift
 from tests.fixtures.trainings import launch, lines, loaded, outcome
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -24,11 +25,10 @@ def flags(teacher: Path, **others: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, rows, a recipe, and what becomes the teacher: the model with other weights."""
-    directory = tmp_path_factory.mktemp("taught")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("taught"), 1, layers=1)
     model = directory / "model"
     load_tokenizer(str(model), None, TokenizerSection(name_or_path="byte")).save(model)
-    change(shutil.copytree(model, directory / "untouched"))
+    shift(shutil.copytree(model, directory / "untouched"), 1)
     return directory
 
 
@@ -42,13 +42,6 @@ def workplace(made: Path) -> Path:
     return made
 
 
-def change(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    for tensor in weights.values():
-        tensor.add_(0.1 * torch.sin(torch.arange(tensor.numel())).view_as(tensor))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_the_model_at_the_start_is_no_distance_from_itself(workplace: Path, adapter: str) -> None:
     own = flags(workplace / "model", method__beta="0.5", adapter__kind=adapter, train__stop_after="2 steps")
@@ -56,7 +49,7 @@ def test_the_model_at_the_start_is_no_distance_from_itself(workplace: Path, adap
         own["adapter__dropout"] = "0"
     else:
         own |= {"adapter__kind": "none"}
-        (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+        trainings.in_full(workplace)
     first, second = lines(launch(workplace, name="own", **own).run_dir)
     assert (first["loss"], first["divergence"], first["agreement"], first["grad_norm"]) == (0, 0, 1, 0)
     assert first["ce"] == first["teacher_ce"] > 1
@@ -70,7 +63,7 @@ def test_teacher_and_student_may_take_documents_apart(workplace: Path) -> None:
     BloomForCausalLM(config).save_pretrained(workplace / "bloom")
     load_tokenizer(str(workplace / "model"), None, TokenizerSection(name_or_path="byte")).save(workplace / "bloom")
     mixed = {"data__packing": "auto", "adapter__kind": "none", "train__stop_after": "1 steps"}
-    (workplace / "r.yaml").write_text((workplace / "r.yaml").read_text().replace("adapter:", "#"))
+    trainings.in_full(workplace)
     own = flags(workplace / "bloom", model__name_or_path=str(workplace / "bloom"), **mixed)
     (line,) = lines(launch(workplace, name="own", **own).run_dir)
     assert (line["loss"], line["agreement"]) == (0, 1)
@@ -88,7 +81,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace
     losses = [line["divergence"] for line in lines(whole.run_dir)]
     assert losses[-1] < 0.9 * losses[0]
     launch(workplace, name="other", train__stop_after="1 step", **taught)
-    change(workplace / "teacher")
+    shift(workplace / "teacher", 2)
     with pytest.raises(DataError, match="the teacher changed since this checkpoint was saved"):
         launch(workplace, "must", name="other", **taught)
 

@@ -1,7 +1,6 @@
 """Whole launches with `model.init_from`: what the run directory says, and what resuming and exporting need of it."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fixtures.trainings import launch, outcome, saved
+from tests.fixtures.trainings import in_full, launch, outcome, saved
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.cli.runs import verify
@@ -22,12 +21,6 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
 FLAGS = {"train__duration": "2 steps", "checkpoint__every": "never"}
-
-
-def train_in_full(workplace: Path) -> None:
-    """Have the workplace's recipe train the whole model."""
-    recipe = workplace / "r.yaml"
-    recipe.write_text(re.sub(r"^adapter: .*\n", "", recipe.read_text(), flags=re.MULTILINE))
 
 
 def second_model(workplace: Path) -> Path:
@@ -50,7 +43,7 @@ def noted(run: Path) -> dict[str, Any]:
 
 def test_a_run_begins_from_another_and_resumes_without_it(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, str]] = []
-    train_in_full(workplace)
+    in_full(workplace)
     monkeypatch.setattr(Console, "say", lambda self, label, text, level="info": said.append((label, text)))
     first = launch(workplace, name="first", **FLAGS)
     flags = {**FLAGS, "model__init_from": '["runs/first"]', "seed": "7"}
@@ -75,7 +68,7 @@ def test_a_run_begins_from_another_and_resumes_without_it(workplace: Path, monke
 
 @pytest.mark.slow
 def test_the_first_step_is_that_of_the_weights_given(workplace: Path) -> None:
-    train_in_full(workplace)
+    in_full(workplace)
     other = second_model(workplace)
     given = launch(workplace, name="given", **FLAGS, model__init_from=json.dumps([str(other)]))
     named = launch(workplace, name="named", **FLAGS, model__name_or_path=str(other))
@@ -121,7 +114,7 @@ def test_an_adapter_goes_on_in_another_run(workplace: Path) -> None:
 
 
 def test_wrong_names_are_refused_before_anything_is_written(workplace: Path) -> None:
-    train_in_full(workplace)
+    in_full(workplace)
     other = second_model(workplace)
     entry = {"path": str(other), "rename": {"model.norm.weight": "model.nrom.weight"}}
     for options in (LaunchOptions(), LaunchOptions(dry_run=True)):

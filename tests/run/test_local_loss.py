@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.data.batches import Batch
 from tuner.run.options import LaunchOptions
@@ -29,15 +30,7 @@ def test_nothing_changes_but_for_the_column(workplace: Path) -> None:
         assert {line[name] == other[name] for name in set(other) - set(CLOCKED)} == {True}
 
 
-@pytest.mark.parametrize(
-    ("counts", "sharers", "found"),
-    [
-        ({"tokens": 4, "pairs": 2}, 1, {"local_loss": 3.0}),
-        ({"tokens": 4, "pairs": 2}, 2, {"local_loss": 6.0}),
-        ({"tokens": 4, "pairs": 0}, 1, {"local_loss": 2.0}),
-        ({"tokens": 0, "pairs": 0}, 1, {}),
-    ],
-)
+@pytest.mark.parametrize(("counts", "sharers", "found"), cases(__file__, "a_mean_over_nothing_is_left_out"))
 def test_a_mean_over_nothing_is_left_out(counts: dict[str, float], sharers: int, found: dict[str, float]) -> None:
     step: Any = SimpleNamespace(batches=SimpleNamespace(micro=[_batch(), _batch()]))
     method: Any = SimpleNamespace(counts=lambda batches: counts if batches.documents == 2 else {})

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures import trainings
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, outcome
 from tuner.api.exports import export_hf
 from tuner.errors import DataError, PluginError
@@ -75,16 +76,7 @@ def test_it_trains_resumes_and_is_exported_with_its_config(tmp_path: Path) -> No
     assert type(loaded) is register(f"{tmp_path / 'mine.py'}:Mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("function", "is no class of transformers' PreTrainedModel"),
-        ("MyConfig", "is no class of transformers' PreTrainedModel"),
-        ("Theirs", "model_type 'llama' is that of a class of transformers"),
-        ("Untyped", "has no config_class with a model_type"),
-        ("Absent", "has no Absent"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), cases(__file__, "what_is_no_model_class_of_its_own_is_refused"))
 def test_what_is_no_model_class_of_its_own_is_refused(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(CODE)
     with pytest.raises(PluginError, match=said):

@@ -35,8 +35,7 @@ FIGURES = ("reward_chosen", "reward_rejected", "margin", "accuracy", "logp_chose
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("pairs")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("pairs"), 1, layers=1)
     rng = random.Random(1)
     for name, count in (("pairs", 24), ("long", 4), ("short", 3)):
         rows = [

@@ -20,9 +20,7 @@ NF4 = {"model__quantize": "nf4", "train__duration": "4 steps", "checkpoint__ever
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("quantized")
-    trainings.prepare(directory, 1, layers=1)
-    return directory
+    return trainings.prepare(tmp_path_factory.mktemp("quantized"), 1, layers=1)
 
 
 @pytest.mark.slow

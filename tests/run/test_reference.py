@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import paired
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.cli.main import main
 from tuner.data.building.columns import PART_ROWS, Builder, open_columns
@@ -27,8 +28,7 @@ ZEROS = {"reward_chosen": 0.0, "reward_rejected": 0.0, "margin": 0.0}
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one run has left its columns; nobody else runs there."""
-    directory = tmp_path_factory.mktemp("begun")
-    paired.prepare(directory, PAIRS, layers=1)
+    directory = paired.prepare(tmp_path_factory.mktemp("begun"), PAIRS, layers=1)
     launch(directory, train__duration="1 steps", name="first")
     return directory
 
@@ -52,18 +52,7 @@ def first_figures(run: Path) -> dict[str, Any]:
     return {name: line[name] for name in ZEROS}
 
 
-CASES: dict[str, dict[str, str]] = {
-    "native kernels, two rows at once, dropout of the model": {
-        "model__kernels": "native", "train__micro_batch_size": "2", "model__config__attention_dropout": "0.4",
-    },
-    "bf16": {"train__precision": "bf16"},
-    "lora in bf16, two rows at once, recomputed": {
-        "adapter__kind": "lora", "adapter__dropout": "0.3", "train__precision": "bf16",
-        "train__micro_batch_size": "2", "train__gradient_checkpointing": "selective",
-    },
-    "dora": {"adapter__kind": "dora"},
-    "lora and a whole module": {"adapter__kind": "lora", "adapter__modules_to_save": "[lm_head]"},
-}  # fmt: skip
+CASES: dict[str, dict[str, str]] = dict(cases(__file__, "a_run_begins_as_its_reference_to_the_last_bit"))
 
 
 @pytest.mark.slow("native kernels, two rows at once, dropout of the model", "dora", "bf16")

@@ -45,9 +45,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made")
-    paired.prepare(directory, pairs=24)
-    return directory
+    return paired.prepare(tmp_path_factory.mktemp("made"), pairs=24)
 
 
 class _Asked(Exception):

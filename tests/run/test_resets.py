@@ -28,10 +28,8 @@ TOTAL = 6
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stopped at its third step; what becomes of it is put back."""
-    directory = tmp_path_factory.mktemp("begun")
-    trainings.prepare(directory, 1, layers=1)
-    recipe = directory / "r.yaml"
-    recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
+    directory = trainings.prepare(tmp_path_factory.mktemp("begun"), 1, layers=1)
+    trainings.edit(directory, ("3 epochs", f"{TOTAL} steps"))
     launch(directory, train__stop_after="3 steps", checkpoint__every="never", checkpoint__keep="9")
     shutil.copytree(directory / "runs", directory / "stopped")
     return directory

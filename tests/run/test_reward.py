@@ -26,8 +26,7 @@ QUIET = Console(main=False)
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, pairs of which two or more share a row, and a recipe with an adapter."""
-    directory = tmp_path_factory.mktemp("place")
-    trainings.prepare(directory, 1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("place"), 1)
     rng = random.Random(0)
     answers = ["ab" * rng.randint(1, 6) for _ in range(40)]
     rows = [{"prompt": f"{i} ", "chosen": f"{text}.", "rejected": f"{text}?"} for i, text in enumerate(answers)]

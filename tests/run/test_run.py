@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.work.train import _evaluated, launch_training
@@ -72,19 +73,7 @@ def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> Non
         assert launch(workplace, "auto", **flags) == first
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        (
-            {"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": 0},
-            " · eval loss 3.000 -> 2.000",
-        ),
-        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 2.0, "first_eval_step": 8}, " · eval loss 2.000"),
-        ({"eval_loss": 2.0, "eval_step": 8, "first_eval_loss": 3.0, "first_eval_step": None}, " · eval loss 2.000"),
-        ({"eval_loss": None}, ""),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("metrics", "said"), cases(__file__, "the_first_loss_is_shown_where_it_was_an_earlier_one"))
 def test_the_first_loss_is_shown_where_it_was_an_earlier_one(metrics: dict[str, Any], said: str) -> None:
     assert _evaluated(metrics) == said
 
@@ -345,17 +334,16 @@ def test_float32_products_as_tf32_are_asked_for_and_let_go(workplace: Path, monk
     assert (products.allow_tf32, precision()) == (False, "highest")
 
 
-def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
-    """From the given steps (0-based) on until the next, the first layer's MLP gives NaN."""
-    real = loop.optimizer_step
+def nan_at(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """From a step (0-based) on until the next begins, the last layer's MLP gives NaN."""
+    real, begun = loop.optimizer_step, list[int]()
 
     def planted(train_state: Any, index: int, *rest: Any) -> Any:
-        mlp = train_state.root.model.get_decoder().layers[1].mlp
-        handle = mlp.register_forward_hook(lambda m, i, output: output * float("nan") if index in bad else output)
-        result = real(train_state, index, *rest)
-        if index not in bad:
-            handle.remove()
-        return result
+        if not begun:
+            mlp = train_state.root.model.get_decoder().layers[-1].mlp
+            mlp.register_forward_hook(lambda m, i, output: output * float("nan") if begun[-1] == bad else output)
+        begun.append(index)
+        return real(train_state, index, *rest)
 
     monkeypatch.setattr(loop, "optimizer_step", planted)
 
@@ -379,16 +367,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_the_message_says_where(
 def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def once(name: str, stop: str) -> RunResult:
         with monkeypatch.context() as patch:
-            real = loop.optimizer_step
-
-            def planted(train_state: Any, index: int, *rest: Any) -> Any:
-                layer = train_state.root.model.get_decoder().layers[0]
-                handle = layer.mlp.register_forward_hook(lambda m, i, o: o * float("nan") if index == 2 else o)
-                result = real(train_state, index, *rest)
-                handle.remove()
-                return result
-
-            patch.setattr(loop, "optimizer_step", planted)
+            nan_at(patch, 2)
             flags = {"train__nonfinite": "{skip: 1}", "train__duration": "5 steps", "train__stop_after": stop}
             return launch(workplace, "auto", name=name, **flags)
 

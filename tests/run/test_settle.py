@@ -182,9 +182,7 @@ def test_other_ranks_get_what_rank_0_finds_before_they_are_a_group(monkeypatch: 
 
 
 def test_what_was_settled_is_written_down_with_its_reason_and_kept(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    text = (tmp_path / "r.yaml").read_text().replace(", micro_batch_size: 4", "").replace("3 epochs", "4 steps")
-    (tmp_path / "r.yaml").write_text(text)
+    trainings.edit(trainings.prepare(tmp_path, 1), (", micro_batch_size: 4", ""), ("3 epochs", "4 steps"))
     settled = Settled({MICRO: 4, LEVEL: "full"}, {MICRO: "room for\n4", LEVEL: "no room"})
     found = trainings.launch(tmp_path, train__stop_after="2 steps")
     prepared = next((Path(os.environ["TUNER_CACHE"]) / "prepared").glob("[0-9a-f]*"))
@@ -206,11 +204,8 @@ def test_what_was_settled_is_written_down_with_its_reason_and_kept(tmp_path: Pat
 
 
 def test_the_default_recipe_starts_on_three_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trainings.prepare(tmp_path, 1)
-    text = (tmp_path / "r.yaml").read_text()
-    for written, instead in ((", micro_batch_size: 4", ""), (" global_batch_size: 8,", ""), ("warning", "info")):
-        text = text.replace(written, instead)
-    (tmp_path / "r.yaml").write_text(text)
+    left_open = (", micro_batch_size: 4", ""), (" global_batch_size: 8,", "")
+    trainings.edit(trainings.prepare(tmp_path, 1), *left_open, ("warning", "info"))
     three = [Override("parallel.processes", "3")]
     planned = launch(load_recipe(tmp_path / "r.yaml", three), LaunchOptions(dry_run=True))
     assert planned.status == "planned"

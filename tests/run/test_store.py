@@ -10,6 +10,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import lines, loaded, outcome
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run.main import train
@@ -19,6 +20,7 @@ from tuner.run.store import Publisher
 from tuner.run.stored import in_store
 from tuner.rundir import in_store as places
 from tuner.rundir.in_store import bring, bring_inputs, publish
+from tuner.rundir.record import read_run
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -195,18 +197,7 @@ def test_a_look_leaves_the_stage_open_for_the_rest(stage: Path) -> None:
 FILES = ("run.json", "checkpoints/step-4/a", "checkpoints/step-12/a", "checkpoints/step-12/b", "exports/step-4/a")
 
 
-@pytest.mark.parametrize(
-    ("inside", "extent", "which", "wanted"),
-    [
-        ("", "all", "newest", None),
-        ("", "look", "newest", (0,)),
-        ("", "model", "newest", (0, 2, 3)),
-        ("", "model", 4, (0, 1)),
-        ("", "model", "best", None),
-        ("checkpoints/step-4", "model", "newest", (0, 1)),
-        ("exports/step-4", "model", "newest", (0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("inside", "extent", "which", "wanted"), cases(__file__, "what_is_fetched_of_a_run"))
 def test_what_is_fetched_of_a_run(inside: str, extent: Any, which: Any, wanted: tuple[int, ...] | None) -> None:
     found = places._meant(FILES, Path(inside), extent, which)
     assert found == (None if wanted is None else frozenset(FILES[number] for number in wanted))
@@ -237,6 +228,11 @@ def test_an_export_in_its_run_is_published_with_it(stage: Path) -> None:
     kept = {name: file for name, file in first.files.items() if name != "exports/step-4/config.json"}
     assert dict(then.files) == {**kept, "exports/step-4/other.json": then.files["exports/step-4/other.json"]}
     assert StoreDirectory.open(f"{URL}/exports/step-4").newest() is None
+
+
+def test_errors_name_the_url_of_a_stage(stage: Path) -> None:
+    with pytest.raises(RecipeError, match=f"^{URL} is not a run: "):
+        read_run(stage)
 
 
 def test_an_export_is_fetched_whole() -> None:

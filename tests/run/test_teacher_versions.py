@@ -4,14 +4,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
+from tests.fixtures.newer_versions import shift, versions_appear
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -23,8 +23,7 @@ from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("versions")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("versions"), 1, layers=1)
     load_tokenizer(str(directory / "model"), None, TokenizerSection(name_or_path="byte")).save(directory / "model")
     return directory
 
@@ -40,17 +39,7 @@ def workplace(made: Path) -> Path:
 
 def publish(directory: Path, step: int) -> Path:
     """Another version of the teacher, with weights of its own."""
-    path = directory / "teacher" / f"step-{step}"
-    shutil.copytree(directory / "model", path)
-    shift(path, step)
-    return path
-
-
-def shift(path: Path, by: int) -> None:
-    weights = load_file(path / "model.safetensors")
-    for tensor in weights.values():
-        tensor.add_(0.05 * torch.sin(by * torch.arange(1, tensor.numel() + 1)).view_as(tensor))
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return shift(shutil.copytree(directory / "model", directory / "teacher" / f"step-{step}"), step)
 
 
 def flags(directory: Path, **others: str) -> dict[str, Any]:
@@ -61,18 +50,7 @@ def flags(directory: Path, **others: str) -> dict[str, Any]:
     return given | others
 
 
-def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mapping[int, int], dies: int = 0) -> None:
-    """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
-    look = TeacherVersions.look
-
-    def looked(self: TeacherVersions, step: int, pass_over: Any) -> TakenVersion:
-        if step == dies:
-            raise KeyboardInterrupt
-        if step in versions:
-            publish(directory, versions[step])
-        return look(self, step, pass_over)
-
-    monkeypatch.setattr(TeacherVersions, "look", looked)
+appearing = partial(versions_appear, TeacherVersions, publish)
 
 
 def noted(run: Path) -> list[tuple[int, str]]:

@@ -24,8 +24,7 @@ FLAGS = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that no proof changes."""
-    place = tmp_path_factory.mktemp("finished")
-    trainings.prepare(place, 1, layers=1)
+    place = trainings.prepare(tmp_path_factory.mktemp("finished"), 1, layers=1)
     return launch(place, eval__every="5 steps", **FLAGS, checkpoint__every="3 steps").run_dir
 
 

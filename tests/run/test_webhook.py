@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import loaded
 from tuner.config.load import load_recipe
 from tuner.config.recipe import WEBHOOK_VARIABLE
@@ -202,15 +203,7 @@ def test_nobody_waits_longer_than_the_time_out(listener: Listener) -> None:
     assert posted("http://127.0.0.1:1/x", {}, 5.0) not in (None, "no answer in 5 s")
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("https://user:s3cret@example.org/x", "has a user or password in it"),
-        ("example.org/s3cret", "is no http or https URL"),
-        ("https://s3cret:99999999/", "is no URL"),
-        ("file:///s3cret", "is no http or https URL"),
-    ],
-)
+@pytest.mark.parametrize(("address", "said"), cases(__file__, "an_address_that_is_refused_is_not_repeated"))
 def test_an_address_that_is_refused_is_not_repeated(address: str, said: str) -> None:
     recipe = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "notify": {"webhook": address}}
     with pytest.raises(RecipeError) as caught:

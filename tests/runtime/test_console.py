@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.runtime.test_activity import Terminal
 from tuner.runtime.console import Console, escape, one_line, wrapped
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def said(**options: object) -> tuple[Console, io.StringIO]:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner.errors import DataError, MachineError, as_tuner_error
 from tuner.runtime import files
 
@@ -52,20 +53,12 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("number", "limit", "hint"),
-    [
-        (errno.ENOSPC, resource.RLIM_INFINITY, "free disk space, or choose another directory"),
-        (errno.EDQUOT, 10_000, "free disk space, or choose another directory"),
-        (errno.EFBIG, 10_000, "files may have 10,000 bytes here: raise that with ulimit -f unlimited"),
-        (errno.EFBIG, resource.RLIM_INFINITY, "the file system takes no file of this size"),
-        (errno.EIO, 10_000, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "limit", "hint"), cases(__file__, "what_ran_out_has_its_own_hint"))
 def test_what_ran_out_has_its_own_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, limit: int, hint: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int | None, hint: str | None
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    number, most = getattr(errno, name), resource.RLIM_INFINITY if limit is None else limit
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (most, most))
     failure = OSError(number, os.strerror(number))
     for error in (files.machine_error(tmp_path / "a", failure, 20), as_tuner_error(failure)):
         assert error.exit_code == 4 and os.strerror(number) in error.message
@@ -85,13 +78,7 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("a", "/gone/a: its directory is not there any more"),
-        ("b/.tmp-c/d", "/gone: this directory is not there any more"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), cases(__file__, "a_directory_that_is_gone"))
 def test_a_directory_that_is_gone_is_named_and_no_temporary_file(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(MachineError) as caught:
         files.write_atomic(tmp_path / "gone" / name, b"1")
@@ -126,12 +113,7 @@ def test_write_new_never_overwrites_or_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        ("{", "not valid JSON"),
-        ("[1]", "expected a JSON object, got list"),
-        ("\xff", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON: nested too deeply"),
-    ],
+    [*cases(__file__, "bad_json_names_the_file"), ("[" * 100_000, "not valid JSON: nested too deeply")],
 )
 def test_bad_json_names_the_file(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "x.json"

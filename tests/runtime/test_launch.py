@@ -1,21 +1,15 @@
 """The launcher's variables."""
 
+from typing import Any
+
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.errors import MachineError
 from tuner.runtime.dist import RankInfo, first_host, rendezvous, threads_per_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_NODELIST": "gpu[03-06]",
-}
+SLURM: Any = cases(__file__, "slurm")
 
 
 def test_single_process() -> None:
@@ -36,10 +30,7 @@ def test_slurm_steps_with_several_tasks_only() -> None:
     assert RankInfo.from_environment(batch_script) == RankInfo()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [("RANK", "4", "contradict"), ("WORLD_SIZE", "0", "contradict"), ("LOCAL_RANK", "x", "LOCAL_RANK='x'")],
-)
+@pytest.mark.parametrize(("name", "value", "words"), cases(__file__, "contradictions_are_refused"))
 def test_contradictions_are_refused(name: str, value: str, words: str) -> None:
     with pytest.raises(MachineError, match=words):
         RankInfo.from_environment({**TORCHRUN, name: value})
@@ -56,16 +47,7 @@ def test_rendezvous() -> None:
         rendezvous({})
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("n1", "n1"),
-        ("gpu[03-07,9],login", "gpu03"),
-        ("a-b.c,d", "a-b.c"),
-        ("x[5,7]-ib", "x5-ib"),
-        ("r[1-2]n[01-04]", "r1n"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "host"), cases(__file__, "first_host"))
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 

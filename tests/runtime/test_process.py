@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.fixtures import forked
 from tests.fixtures.constructors import replace_constructor
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tables import cases
 from tests.test_errors import NCCL, UNHANDLED
 from tuner.errors import DataError, ExitCode, LostRankError, MachineError
 from tuner.runtime import process
@@ -180,21 +181,15 @@ def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
 
 
 @pytest.mark.parametrize(
-    ("visible", "rank_info", "index"),
-    [
-        (8, RankInfo(11, 16, 3, 8), 3),
-        (1, RankInfo(11, 16, 3, 8), 0),  # --gpus-per-task=1, or --gpu-bind=single:1
-        (1, RankInfo(1, 2, 0, 1), 0),
-        (2, RankInfo(3, 4, 3, 4), 3),  # there is none: as an error, not as another process's
-        (0, RankInfo(1, 2, 1, 2), 1),
-    ],
+    ("visible", "ranks", "index"), cases(__file__, "a_process_that_sees_one_device_of_its_own_takes_it")
 )
 def test_a_process_that_sees_one_device_of_its_own_takes_it(
-    visible: int, rank_info: RankInfo, index: int, monkeypatch: pytest.MonkeyPatch
+    visible: int, ranks: list[int], index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tuner.runtime.device import DeviceFacts
     from tuner.setup.model import _device
 
+    rank_info = RankInfo(*ranks)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert device_index(rank_info) == index
     assert _device(DeviceFacts("cuda", "a device", 1, 1, True, 1), rank_info) == torch.device("cuda", index)

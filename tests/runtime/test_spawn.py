@@ -14,6 +14,7 @@ import pytest
 
 from tests.fixtures import forked
 from tests.fixtures.processes import wait_until_gone
+from tests.fixtures.tables import cases
 from tests.runtime.spawn_worker import work
 from tuner.errors import DataError, LostRankError, MachineError, TunerError
 from tuner.runtime import spawn
@@ -64,9 +65,7 @@ def test_ranks_know_their_place_and_meet_on_the_loopback_alone(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("action", ["warns, ok", "warns, data error", "warns, killed"])
-def test_what_rank_0_warns_of_is_the_commands(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], action: str
-) -> None:
+def test_what_rank_0_warns_of_is_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str], action: str) -> None:
     warned = Warned()
     with collected(warned, print), contextlib.suppress(TunerError):
         run(tmp_path, action, "warns, ok")
@@ -113,14 +112,7 @@ def test_a_silent_rank_is_named_with_its_stack_in_the_log(tmp_path: Path) -> Non
     assert "spawn_worker.py" in (tmp_path / "rank1.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        ("killed at step 7, backward", "rank 1 was killed by SIGKILL at step 7, backward"),
-        ("data error at step 7, data", "rank 1 at step 7, data: bad row"),
-        ("hangs at save of step 4", "rank 1 at save of step 4 stopped answering, and the others waited"),
-    ],
-)
+@pytest.mark.parametrize(("action", "message"), cases(__file__, "what_the_failed_rank_was_doing_is_named"))
 def test_what_the_failed_rank_was_doing_is_named(action: str, message: str, tmp_path: Path) -> None:
     assert failure(tmp_path, "lost at step 9, forward", action).message.startswith(message)
 

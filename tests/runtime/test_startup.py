@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.runtime import startup
 
 
@@ -57,12 +58,6 @@ def test_a_process_has_loaded_libraries_before_it_began() -> None:
     assert seconds["libraries"] > 0.05
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ({"libraries": 1.41, "checks": 0.04, "compiling": 0.86}, "2.3 s: libraries 1.4, compiling 0.9"),
-        ({"libraries": 4.4, "checks": 0.4, "compiling": 16.0}, "21 s: libraries 4, compiling 16"),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "said"), cases(__file__, "in_words"))
 def test_in_words(seconds: dict[str, float], said: str) -> None:
     assert startup.in_words(seconds) == said

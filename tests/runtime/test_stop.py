@@ -13,9 +13,9 @@ from tests.fixtures.processes import wait_until_gone
 from tuner.runtime.stop import COUNTED_ABOVE, SIGNALS, StopSignals
 
 SCRIPT = """
-import sys, time
+import time
 from tuner.runtime.stop import StopSignals
-with StopSignals(lambda name: print(name, flush=True), repeat_s=float(sys.argv[1])) as stop:
+with StopSignals(lambda name: print(name, flush=True)) as stop:
     print("ready", flush=True)
     while not stop.requested: time.sleep(0.01)
     time.sleep(20)
@@ -37,7 +37,7 @@ def test_the_first_signal_asks_and_the_handlers_come_back(number: signal.Signals
 
 
 def test_the_second_signal_ends_the_process_at_once(root: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, "0"]
+    command = [sys.executable, "-c", SCRIPT]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -49,8 +49,10 @@ def test_the_second_signal_ends_the_process_at_once(root: Path) -> None:
     assert "stopped at once" in errors
 
 
-def test_a_launchers_repetition_counts_once() -> None:
-    with StopSignals(repeat_s=60.0) as stop:
+def test_a_launchers_repetition_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setattr("tuner.runtime.stop.LAUNCHER_REPEAT_S", 60.0)
+    with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal_name == "SIGINT"
@@ -76,7 +78,7 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Sign
 
 
 def test_a_background_job_under_nohup_stops_at_sigterm_alone(root: Path) -> None:
-    command = ["bash", "-c", 'trap "" INT HUP; exec "$@"', "-", sys.executable, "-c", SCRIPT, "0"]
+    command = ["bash", "-c", 'trap "" INT HUP; exec "$@"', "-", sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MambaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.fixtures.predict_cases import EXPERTS, GPT2, SHAPE
+from tests.fixtures.tables import cases
 from tuner.config.load import load_recipe
 from tuner.config.recipe import ParallelSection
 from tuner.errors import MachineError, RecipeError
@@ -107,17 +108,8 @@ def test_groups_stay_inside_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "text"),
-    [
-        ({"processes": 6, "tensor": 2, "sequence": 2},
-         "6 processes do not divide into groups of 4 (parallel.tensor times parallel.sequence); write a multiple of 4"),
-        ({"processes": 4, "expert": 3},
-         "4 processes do not divide into groups of 3 (parallel.expert); write a multiple of 3"),
-        ({"processes": 12, "sequence": 4}, "16 rows do not divide into 3 groups of 4 processes, each of 1; "
-         "numbers that divide it: 4, 8, 16, 32, 64"),
-        ({"processes": 8, "sequence": 4}, None),
-    ],
-)  # fmt: skip
+    ("parallel", "text"), cases(__file__, "a_written_number_of_processes_is_checked_without_a_model")
+)
 def test_a_written_number_of_processes_is_checked_without_a_model(parallel: dict[str, Any], text: str | None) -> None:
     found = Findings(recipe(**parallel))
     _check_processes(found.loaded.recipe, found)

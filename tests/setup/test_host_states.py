@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tests.train.synthetic import MAX_LENGTH, recipe_for, write_model
 from tuner.runtime.dist import RankInfo
 from tuner.setup.host_states import host_bytes
@@ -14,16 +15,7 @@ BILLION = 10**9
 
 
 @pytest.mark.parametrize(
-    ("shard", "tensor", "world", "local", "copies"),
-    [
-        ("full", 1, 1, 1, 1),
-        ("full", 1, 8, 8, 1),
-        ("full", 1, 16, 8, 1 / 2),
-        ("hybrid", 1, 16, 8, 1),
-        ("none", 1, 4, 4, 4),
-        ("full", 2, 16, 8, 1 / 2),
-        ("hybrid", 2, 16, 8, 1),
-    ],
+    ("shard", "tensor", "world", "local", "copies"), cases(__file__, "shards_are_the_machines_own")
 )
 def test_shards_are_the_machines_own(
     shard: str, tensor: int, world: int, local: int, copies: float, tmp_path: Path

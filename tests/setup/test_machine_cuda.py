@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fixtures.cuda_stub import CudaStub, cuda_stub
+from tests.fixtures.tables import cases
 from tuner.model import flash_versions
 from tuner.model.flash_versions import WAY_TO_FLASH_4
 from tuner.setup import machine_cuda
@@ -72,13 +73,7 @@ def test_a_refused_page_lock_is_a_warning(cuda: CudaStub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "release", "status", "shown"),
-    [
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "6.8", "ok", "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "6.8", "ok", "max_split_size_mb:64"),
-        ({}, "6.8", "missing", "no expandable segments"),
-        ({}, "5.15-microsoft-standard-WSL2", "warning", "WSL's driver has no expandable segments"),
-    ],
+    ("environment", "release", "status", "shown"), cases(__file__, "how_memory_of_the_device_is_kept")
 )
 @pytest.mark.usefixtures("cuda")
 def test_how_memory_of_the_device_is_kept(

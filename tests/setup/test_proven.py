@@ -16,9 +16,7 @@ from tuner.setup import model, proven
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made")
-    trainings.prepare(directory, 1)
-    return directory
+    return trainings.prepare(tmp_path_factory.mktemp("made"), 1)
 
 
 @pytest.fixture

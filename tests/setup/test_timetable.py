@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
@@ -20,23 +21,7 @@ def planned(duration: str, rows: int, batch: int, micro: int = 1) -> tuple[Recip
     return recipe, plan_steps(recipe.train.duration, np.full(rows, 100), batch)
 
 
-@pytest.mark.parametrize(
-    ("duration", "rows", "batch", "expected"),
-    [
-        (
-            "1 epoch",
-            56,
-            16,
-            "is 4 steps, which .* train.global_batch_size: 2 or train.duration: 5 epochs, or take more",
-        ),
-        ("3 epochs", 20, 16, "is 6 steps, .* train.global_batch_size: 3 or train.duration: 10 epochs"),
-        ("1 epoch", 5, 16, "is 1 step, which teach a model little; write train.duration: 20 epochs, or"),
-        ("1 epoch", 5, 1, "is 5 steps, which teach a model little; write train.duration: 4 epochs, or"),
-        ("1000 tokens", 40, 2, "is 5 steps, which teach a model little; write a longer train.duration, or"),
-        ("1 epoch", 320, 16, None),
-        ("4 steps", 56, 16, None),
-    ],
-)
+@pytest.mark.parametrize(("duration", "rows", "batch", "expected"), cases(__file__, "few_steps_are_warned_of"))
 def test_few_steps_are_warned_of(duration: str, rows: int, batch: int, expected: str | None) -> None:
     recipe, plan = planned(duration, rows, batch)
     warning = few_steps(recipe, plan)
@@ -73,39 +58,7 @@ def scheduled(schedule: dict[str, Any]) -> Recipe:
     return load_recipe(recipe).recipe
 
 
-FITS = [
-    ({}, 1),
-    ({}, 4),
-    ({"kind": "cosine", "warmup": "50 steps"}, 51),
-    ({"kind": "constant", "warmup": "never"}, 1),
-    ({"kind": "inverse_sqrt", "warmup": "39 steps"}, 40),
-    ({"kind": "wsd"}, 1),
-    ({"kind": "wsd"}, 2),
-    ({"kind": "wsd", "warmup": "50%", "decay": "50%"}, 40),
-    ({"kind": "wsd", "warmup": "1 step", "decay": "1 step"}, 4),
-    ({"kind": "wsd", "warmup": "never", "decay": "100%"}, 9),
-    ({"kind": "wsd_s", "periods": ["20 steps", "20 steps"]}, 40),
-    ({"kind": "wsd_s", "periods": ["10 steps"], "min_lr_ratio": 0.1}, 10),
-]
-WSD, PERIODS = {"kind": "wsd"}, {"kind": "wsd_s", "periods": ["20 steps", "40 steps"]}
-FLAWED = [
-    ({"warmup": "50 steps"}, 4, "50 steps is longer than the run of 4 steps: .* gets to 8% of", 4 / 50),
-    ({"kind": "constant", "warmup": "2000 tokens"}, 1, r"\(20 steps\) is longer than the run of 1 step:", 1 / 20),
-    ({"warmup": "100%"}, 40, r"100% \(40 steps\) takes all of the run of 40 steps", 1.0),
-    ({"kind": "linear", "warmup": "5 steps"}, 5, "5 steps takes all of the run of 5 steps", 1.0),
-    ({"kind": "inverse_sqrt", "warmup": "90 steps"}, 30, "longer than the run of 30 steps: .* 33%", 30 / 90),
-    (WSD | {"warmup": "60%", "decay": "60%"}, 40, "overlap in the run of 40 .* 83% .*schedule.decay: 10%$", 20 / 24),
-    (WSD | {"warmup": "95%", "decay": "20%"}, 100, "overlap .* write schedule.warmup: 3%$", 82 / 95),
-    (WSD | {"warmup": "95%", "decay": "99%"}, 100, "overlap .* schedule.decay: 10% and schedule.warmup: 3%$", 49 / 95),
-    (WSD | {"warmup": "5 steps", "decay": "90 steps"}, 40, "overlap .* write schedule.decay: 10%$", 36 / 41),
-    (WSD | {"warmup": "60 steps"}, 40, "is longer than the run of 40 steps", 37 / 60),
-    (PERIODS | {"warmup": "15 steps", "decay": "50%"}, 60, "overlap in the first period .* schedule.decay: 10%$", 1.0),
-    (PERIODS | {"warmup": "25 steps"}, 60, "overlap in the first period .* schedule.warmup: 3%$", 1.0),
-    (PERIODS | {"periods": ["30 steps", "10 steps"]}, 40, "10% is one step in period 2, .*min_lr_ratio: 0.1$", 1.0),
-]
-
-
-@pytest.mark.parametrize(("schedule", "steps"), FITS)
+@pytest.mark.parametrize(("schedule", "steps"), cases(__file__, "a_schedule_that_fits_is_not_warned_of"))
 def test_a_schedule_that_fits_is_not_warned_of(schedule: dict[str, Any], steps: int) -> None:
     section, tokens = scheduled(schedule).schedule, np.full(steps, 100)
     plan = Plan(steps, 1, steps, steps)
@@ -114,7 +67,7 @@ def test_a_schedule_that_fits_is_not_warned_of(schedule: dict[str, Any], steps: 
         assert peak_factor(build_schedule(section, plan, tokens), 1, steps) == pytest.approx(1, abs=0.11)
 
 
-@pytest.mark.parametrize(("schedule", "steps", "expected", "peak"), FLAWED)
+@pytest.mark.parametrize(("schedule", "steps", "expected", "peak"), cases(__file__, "flawed_schedules"))
 def test_a_schedule_that_does_not_fit_is_warned_of_and_the_line_helps(
     schedule: dict[str, Any], steps: int, expected: str, peak: float
 ) -> None:

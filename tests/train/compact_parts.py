@@ -9,10 +9,7 @@ MAPS = code_map(True, CPU), code_map(False, CPU)
 NUMBERS = [1.7, 1 - 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-3 / 0.3, 0.4, 1e-8]
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = [
-    (FP32, FP32, True, None),
-    (BF16, FP32, True, None),
-    (BF16, BF16, True, -(2**62) - 12345),
-    (BF16, BF16, False, 99),
+    (FP32, FP32, True, None), (BF16, FP32, True, None), (BF16, BF16, True, -(2**62) - 12345), (BF16, BF16, False, 99),
 ]
 PLAIN = Step(torch.tensor(NUMBERS), *MAPS, torch.tensor(0.0))
 

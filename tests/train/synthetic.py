@@ -1,18 +1,24 @@
 """Prepared data made in memory, with trained-token counts as uneven as a test wants them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.fixtures.rows import InMemory
 from tests.model.tiny import VOCAB, tiny_config
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import open_checkpoint
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData, Row
+from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import Assembly, build
+from tuner.setup.build import Assembly, build, run_tensors
 from tuner.setup.resolve import resolve
+from tuner.train.step import optimizer_step
 
 MAX_LENGTH = 32
 
@@ -79,10 +85,6 @@ class NoTokenizer:
 
 def write_model(directory: Path, kind: str = "llama-tied", vocabulary: int = VOCAB) -> None:
     """A tiny pretrained model directory with weights, of at least as many embeddings as there are tokens."""
-    import torch
-
-    from tuner.model.build import ModelSpec, build_model
-
     config = tiny_config(kind)
     config.vocab_size = vocabulary
     config.save_pretrained(directory)
@@ -92,10 +94,8 @@ def write_model(directory: Path, kind: str = "llama-tied", vocabulary: int = VOC
 def recipe_for(model_dir: Path, **sections: dict[str, Any]) -> Recipe:
     (model_dir / "rows.jsonl").touch()
     tree: dict[str, Any] = {
-        "model": {"name_or_path": str(model_dir)},
-        "data": {"train": str(model_dir / "rows.jsonl")},
-        "train": {"device": "cpu", "precision": "fp32", "duration": "20 steps"},
-        "optimizer": {"lr": 1e-3},
+        "model": {"name_or_path": str(model_dir)}, "data": {"train": str(model_dir / "rows.jsonl")},
+        "train": {"device": "cpu", "precision": "fp32", "duration": "20 steps"}, "optimizer": {"lr": 1e-3},
     }
     for section, values in sections.items():
         tree[section] = {**tree.get(section, {}), **values}
@@ -109,3 +109,21 @@ def assembly_for(
     prepared = PreparedData(Path("/none"), "key", {}, rows, None, [])
     tokenizer: Any = NoTokenizer()
     return build(resolve(recipe, MAX_LENGTH, rank_info, new_ids), prepared, tokenizer, rank_info)
+
+
+def taken(assembly: Assembly, steps: range) -> list[float]:
+    """The losses of real steps."""
+    return [optimizer_step(assembly.train_state, i, assembly.batches.step(i), 1.0).read().loss for i in steps]
+
+
+def resume(assembly: Assembly, source: Path, step: int) -> None:
+    """Have a run go on from a checkpoint of a step. Collective."""
+    load_into(open_checkpoint(source), run_tensors(assembly.train_state))
+    assembly.train_state.optimizer.set_step_count(step)
+
+
+def draw_lora_b(parameters: Mapping[str, torch.Tensor], std: float = 0.1) -> None:
+    """Draw what is zero in a fresh adapter, which adds nothing then."""
+    for name, parameter in parameters.items():
+        if "lora_B" in name:
+            parameter.data.normal_(0, std)

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from tests.model.tiny import family_config
-from tests.train.synthetic import assembly_for, recipe_for
-from tuner.checkpoint.load import load_into
-from tuner.checkpoint.open import open_checkpoint
+from tests.train.synthetic import assembly_for, recipe_for, resume, taken
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.config.other_parts import experts
@@ -18,7 +16,6 @@ from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, run_tensors
 from tuner.setup.specs import trained_count
-from tuner.train.step import optimizer_step
 
 ADAPTER = {"kind": "lora", "r": 3, "dropout": 0.1, "experts": True}
 
@@ -35,10 +32,6 @@ def assembled(model: Path, micro: int = 2, adapter: dict[str, Any] = ADAPTER, **
     sizes = {"global_batch_size": 4, "micro_batch_size": micro, **train}
     recipe = recipe_for(model, train=sizes, adapter=adapter, optimizer={"lr": 0.02})
     return assembly_for(recipe, [9, 30, 14, 21, 7, 18, 25, 11], RankInfo(0, 1, 0, 1))
-
-
-def taken(assembly: Assembly, steps: range) -> list[float]:
-    return [optimizer_step(assembly.train_state, i, assembly.batches.step(i), 1.0).read().loss for i in steps]
 
 
 def weights(assembly: Assembly) -> dict[str, torch.Tensor]:
@@ -61,8 +54,7 @@ def test_all_of_them_learn_nothing_else_does_and_a_resumed_run_is_the_same_to_th
     assert all(not torch.equal(before[name], after[name]) for name in of_experts)
     again = assembled(model)
     again.train_state.optimizer.allocate()
-    load_into(open_checkpoint(tmp_path / "step-2"), run_tensors(again.train_state))
-    again.train_state.optimizer.set_step_count(2)
+    resume(again, tmp_path / "step-2", 2)
     assert taken(again, range(2, 4)) == losses[2:]
     assert all(torch.equal(one, after[name]) for name, one in weights(again).items())
 

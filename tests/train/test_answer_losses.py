@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.train.answers import Answers, Rows
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for, write_model
 from tuner.config.load import load_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.train.methods.method import build_method
@@ -116,9 +116,7 @@ PLAIN: dict[str, tuple[dict[str, Any], Callable[[Answers, Log, Log], torch.Tenso
     ),
     "hinge": ({**DPO, "loss": "hinge"}, of_pairs(lambda p: max(1 - BETA * (p.c - p.r), 0 * p.c))),
     "ipo": ({**DPO, "loss": "ipo"}, of_pairs(lambda p: (p.c / p.m - p.r / p.n - 1 / (2 * BETA)) ** 2)),
-    "sigmoid_norm": (
-        {**DPO, "loss": "sigmoid_norm"}, of_pairs(lambda p: -log_sig(BETA * (p.c / p.m - p.r / p.n)))
-    ),
+    "sigmoid_norm": ({**DPO, "loss": "sigmoid_norm"}, of_pairs(lambda p: -log_sig(BETA * (p.c / p.m - p.r / p.n)))),
     "apo_zero": ({**DPO, "loss": "apo_zero"}, of_pairs(lambda p: 1 - sig(BETA * p.c) + sig(BETA * p.r))),
     "apo_down": ({**DPO, "loss": "apo_down"}, of_pairs(lambda p: sig(BETA * p.c) + 1 - sig(BETA * (p.c - p.r)))),
     "sppo": ({**DPO, "loss": "sppo"}, of_pairs(sppo)),
@@ -139,9 +137,7 @@ PLAIN: dict[str, tuple[dict[str, Any], Callable[[Answers, Log, Log], torch.Tenso
     ),
     "simpo": (SIMPO, of_pairs(simpo)),
     "simpo with sft": ({**SIMPO, "sft_weight": 0.5}, of_pairs(simpo, 0.5)),
-    "kto": (
-        {"kind": "kto", "beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.9}, kto((1.3, 0.9), True)
-    ),
+    "kto": ({"kind": "kto", "beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.9}, kto((1.3, 0.9), True)),
     "kto against zero": ({"kind": "kto", "beta": BETA, "baseline": "zero"}, kto((1, 1), False)),
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
@@ -158,9 +154,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainState]:
         recipe = recipe_for(directory, adapter=adapter, model={"kernels": "torch"})
         state = assembly_for(recipe, [1, 2], RankInfo()).train_state
         torch.manual_seed(7)
-        for key, parameter in state.parameters.items():
-            if "lora_B" in key:
-                parameter.data.normal_(0, 0.1)
+        draw_lora_b(state.parameters)
         state.root.double()
         found[name] = state
     return found

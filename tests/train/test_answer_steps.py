@@ -12,7 +12,7 @@ from transformers import Gemma2Config
 from tests.model.test_logit_transform import GEMMA
 from tests.model.tiny import SHAPE
 from tests.train.answers import Answers
-from tests.train.synthetic import assembly_for, recipe_for
+from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for
 from tests.train.test_answer_losses import PACKED, alone, equal, looped, product
 from tuner.config.methods import KtoMethod
 from tuner.model.build import ModelSpec, build_model
@@ -30,9 +30,7 @@ def state_for(directory: Path, **sections: dict[str, Any]) -> TrainState:
         recipe_for(directory, **{"model": {"kernels": "torch"}, **sections}), [1, 2], RankInfo()
     ).train_state
     torch.manual_seed(7)
-    for name, parameter in state.parameters.items():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.1)
+    draw_lora_b(state.parameters)
     return state
 
 
@@ -99,8 +97,7 @@ def test_an_answer_without_tokens_is_certain_and_sums_do_not_depend_on_what_lies
     shares = torch.tensor([1.0, 7.0, -2.0, 3.0])
     gradients = torch.autograd.grad((found * shares).sum(), [hidden, weight])
     wanted = torch.autograd.grad(plain[:4].sum() - 2 * plain[4:].sum(), [hidden, weight])
-    for a, b in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-6)
     again = log_probabilities(hidden, OutputLayer(weight), targets, lengths)
     later = log_probabilities(hidden[4:], OutputLayer(weight), targets[4:], lengths[2:])
     assert torch.equal(again, found) and torch.equal(later, found[2:])

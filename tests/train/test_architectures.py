@@ -5,17 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    BambaConfig,
-    GPTJConfig,
-    Llama4TextConfig,
-    MambaConfig,
-    MptConfig,
-    NemotronConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-    RwkvConfig,
-)
+import transformers
 
 import tuner
 from tests.model.tiny import SHAPE
@@ -27,17 +17,17 @@ from tuner.run import meta
 SIZES = SHAPE | {"vocab_size": 320}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
 _EXPERTS = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "bamba": BambaConfig(**SIZES, **_MAMBA),  # a bound of its config is infinite
-    "mamba": MambaConfig(vocab_size=320, hidden_size=16, state_size=4, num_hidden_layers=2),  # it has no heads
-    "rwkv": RwkvConfig(vocab_size=320, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2),
-    "llama4_text": Llama4TextConfig(**SIZES, **_EXPERTS),
-    "mpt": MptConfig(vocab_size=320, d_model=32, n_heads=4, n_layers=2, max_seq_len=128),
-    "gptj": GPTJConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128),
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "bamba": transformers.BambaConfig(**SIZES, **_MAMBA),  # a bound of its config is infinite
+    "mamba": transformers.MambaConfig(vocab_size=320, hidden_size=16, state_size=4, num_hidden_layers=2),  # no heads
+    "rwkv": transformers.RwkvConfig(vocab_size=320, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2),
+    "llama4_text": transformers.Llama4TextConfig(**SIZES, **_EXPERTS),
+    "mpt": transformers.MptConfig(vocab_size=320, d_model=32, n_heads=4, n_layers=2, max_seq_len=128),
+    "gptj": transformers.GPTJConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128),
 }
 
 
-def recipe(tmp_path: Path, kind: PretrainedConfig, **model: Any) -> dict[str, Any]:
+def recipe(tmp_path: Path, kind: transformers.PretrainedConfig, **model: Any) -> dict[str, Any]:
     kind.save_pretrained(tmp_path / "model")
     return {
         "output_dir": str(tmp_path / "run"),
@@ -94,7 +84,7 @@ def test_what_balances_a_routers_experts_is_said_to_be_no_part_of_the_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = SIZES | {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
-    tuner.train(recipe(tmp_path, Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.001)))
+    tuner.train(recipe(tmp_path, transformers.Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.001)))
     said = " ".join((tmp_path / "run" / "logs" / "rank0.log").read_text().split()) + capsys.readouterr().err
     assert "router_aux_loss_coef: 0.001 of the model's config is not part of the loss" in said
 
@@ -104,7 +94,7 @@ def test_rows_are_packed_for_models_that_do_not_take_them_end_to_end(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the class, or as its proof finds; the losses are those of rows of one document."""
-    config = CONFIGS[kind] if kind in CONFIGS else NemotronConfig(**SIZES)
+    config = CONFIGS[kind] if kind in CONFIGS else transformers.NemotronConfig(**SIZES)
     wish = recipe(tmp_path, config)
     wish["data"] |= {"packing": "auto", "eval": "2 documents"}
     wish["train"] |= {"global_batch_size": 2}

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from tests.fixtures import trainings
+from tests.fixtures import tables, trainings
 from tests.fixtures.commands import printed
 from tests.fixtures.trainings import launch
 from tests.train.compact_parts import KINDS, MAPS, PLAIN, made_part, rows_alone, tensors
@@ -25,10 +25,7 @@ from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 SHAPES = {
-    "embed.weight": (80, 64),
-    "layer.weight": (20, 300),
-    "layer.bias": (20,),
-    "experts.up": (3, 50, 40),
+    "embed.weight": (80, 64), "layer.weight": (20, 300), "layer.bias": (20,), "experts.up": (3, 50, 40),
     "small.weight": (6, 40),
 }
 EMBEDDINGS = frozenset({"embed.weight"})
@@ -95,9 +92,7 @@ def test_the_whole_shape_says_what_has_8_bits() -> None:
         kinds = {moment: t.dtype for (moment, other), t in found.items() if other == name}
         if name in CODED:
             assert kinds == {
-                "exp_avg_codes": torch.uint8,
-                "exp_avg_scales": torch.float32,
-                "exp_avg_sq_codes": torch.uint8,
+                "exp_avg_codes": torch.uint8, "exp_avg_scales": torch.float32, "exp_avg_sq_codes": torch.uint8,
                 "exp_avg_sq_scales": torch.float32,
             }
         else:
@@ -242,10 +237,7 @@ def test_the_kernel_of_triton_has_the_bits_of_plain_torch_on_a_gpu() -> None:
 
 
 FULL = {
-    "adapter__kind": "none",
-    "adapter__r": "null",
-    "adapter__dropout": "null",
-    "model__init": "random",
+    "adapter__kind": "none", "adapter__r": "null", "adapter__dropout": "null", "model__init": "random",
     "model__config": "{hidden_size: 64, intermediate_size: 96}",
 }
 
@@ -270,16 +262,7 @@ def test_a_resume_with_other_moments_is_refused_with_what_to_write(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"optimizer": {"rounding": "stochastic"}}, "with model.dtype: auto those trained are float32"),
-        ({"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "fp32"}}, "write model.dtype: bf16"),
-        (
-            {"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "bf16"}, "adapter": {"kind": "lora"}},
-            "write optimizer.rounding: nearest",
-        ),
-        ({"optimizer": {"kind": "muon", "state": "8bit"}}, "not with kind muon; write optimizer.kind: adamw"),
-    ],
+    ("sections", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused_when_the_recipe_is_read")
 )
 def test_what_does_not_go_together_is_refused_when_the_recipe_is_read(sections: dict[str, Any], said: str) -> None:
     tree = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}

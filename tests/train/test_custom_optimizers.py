@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.contracts.syntax import ROOT
-from tests.fixtures import trainings
+from tests.fixtures import tables, trainings
+from tests.fixtures.processes import fake_group
 from tests.fixtures.trainings import launch, lines
 from tuner.config.load import load_recipe
 from tuner.config.optimizers import Optimizer
@@ -24,101 +25,7 @@ from tuner.run.trial import try_optimizer
 from tuner.train.custom_optimizer import build_own_optimizer
 from tuner.train.optimizer import build_optimizer
 
-CODE = """\
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, LBFGS, NAdam, RMSprop
-
-class Lion(torch.optim.Optimizer):
-    def __init__(self, groups, lr, betas=(0.9, 0.99)):
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self.betas = betas
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(torch.lerp(p.grad, average, self.betas[0]).sign(), alpha=group["lr"])
-                average.lerp_(p.grad, 1 - self.betas[1])
-
-class Plain(torch.optim.Optimizer):
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(self.update(p, group), alpha=group["lr"])
-
-    def update(self, p, group):
-        return p.grad
-
-class Counts(Plain):
-    def update(self, p, group):
-        state = self.state[p]
-        state["step"] = state.get("step", 0) + 1
-        return p.grad / state["step"]
-
-class Numbers(Plain):
-    def update(self, p, group):
-        self.state[p]["norm"] = float(p.grad.norm())
-        return p.grad
-
-class GroupCounter(Plain):
-    def update(self, p, group):
-        group["seen"] = group.get("seen", 0) + 1
-        return p.grad / group["seen"]
-
-class Hidden(Plain):
-    seen = 0
-    def __init__(self, groups, lr):
-        super().__init__(groups, lr)
-        self.seen = 0
-    def update(self, p, group):
-        self.seen += 1
-        return p.grad / self.seen
-
-class Later(Plain):
-    def update(self, p, group):
-        state = self.state[p]
-        if "first" in state:
-            state["second"] = torch.zeros_like(p)
-        state["first"] = torch.zeros_like(p)
-        return p.grad
-
-class Norms(Plain):
-    def update(self, p, group):
-        return p.grad / p.grad.norm()
-
-class Broken(Plain):
-    def update(self, p, group):
-        raise ValueError("no update")
-
-def some(groups, lr):
-    return torch.optim.SGD(groups[0]["params"][:1], lr=lr)
-
-def nothing(groups, lr):
-    return None
-
-def still(groups, lr):
-    optimizer = torch.optim.SGD(groups, lr=lr)
-    optimizer.step = lambda: None
-    return optimizer
-
-def split(groups, lr, share):
-    return torch.optim.SGD(
-        [{"params": [p], "lr": group["lr"] * (share if "norm" in name else 1)}
-         for group in groups for p, name in zip(group["params"], group["names"])], lr=lr)
-
-def unbuilt(groups, lr):
-    raise RuntimeError("not today")
-"""
+CODE = Path(__file__).with_name("own_optimizers.py").read_text(encoding="utf-8")
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 
 
@@ -171,22 +78,7 @@ def test_torchs_own_pass_the_trial(tmp_path: Path, name: str) -> None:
     tried(tmp_path, name, options={"momentum": 0.9} if name in {"SGD", "RMSprop"} else {})
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nothing", "gave a NoneType, not a torch.optim.Optimizer"),
-        ("some", "leaves out 1 of 2 parameters: model.norm.weight"),
-        ("still", "changes nothing"),
-        ("unbuilt", r"could not be built: RuntimeError: not today \(.*own.py:\d+\)"),
-        ("Broken", r"failed in a step: ValueError: no update \(.*own.py:\d+\)"),
-        ("LBFGS", "LBFGS failed in a step|LBFGS could not be built"),
-        ("Numbers", "keeps norm, a float, in its state"),
-        ("GroupCounter", "does not resume exactly from its saved state"),
-        ("Hidden", "does not resume exactly from its saved state"),
-        ("Later", "keeps second/.* only from a later step on"),
-        ("Lyon", "did you mean Lion"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), tables.cases(__file__, "mistakes_are_named_before_anything_is_prepared"))
 def test_mistakes_are_named_before_anything_is_prepared(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(PluginError) as caught:
         tried(tmp_path, name)
@@ -254,10 +146,7 @@ def test_the_optimizer_in_the_docs_trains(workplace: Path) -> None:
 
 
 def test_a_shard_that_one_process_holds_alone_is_whole() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with fake_group(0, 1):
         mesh = init_device_mesh("cpu", (1,))
         found = layouts_of([distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])])
         assert found == [ShardLayout(torch.Size((4, 2)))]
-    finally:
-        torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fixtures import tables
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.config.load import load_recipe
 from tuner.config.recipe import EmaSection
@@ -102,16 +103,7 @@ def load(key: str, value: Any) -> EmaSection:
     return load_recipe(tree).recipe.ema
 
 
-@pytest.mark.parametrize(
-    ("ema", "said"),
-    [
-        ({"decay": 0.9, "half_life": "9 steps"}, "says the same as ema.half_life; remove one of them"),
-        ({"evaluate": True}, "there is no average; set ema.decay, such as 0.999"),
-        ({"evaluate": True, "decay": 0.9}, "needs held-out rows; set data.eval"),
-        ({"decay": 1}, "allowed: a number, above 0, below 1"),
-        ({"half_life": "3 epochs"}, "allowed: a count with a unit, such as 10 steps"),
-    ],
-)
+@pytest.mark.parametrize(("ema", "said"), tables.cases(__file__, "what_makes_no_sense_is_refused"))
 def test_what_makes_no_sense_is_refused(ema: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe({"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "ema": ema})

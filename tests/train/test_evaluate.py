@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fixtures import tables
 from tests.fixtures.rows import MadeRows
 from tests.model.tiny import VOCAB
 from tuner.data.batches import Batch, collate
@@ -126,21 +127,9 @@ def test_position_losses_in_chunks_with_a_bias(monkeypatch: pytest.MonkeyPatch) 
     assert OutputLayer(weight).losses(hidden[:0], targets[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/data/orders.jsonl"], ("orders",)),
-        (["/d/orders.jsonl.gz", "/d/chat.parquet"], ("orders", "chat")),
-        (["/d/a/test.jsonl", "/d/b/test.jsonl", "/d/c.txt"], ("a/test", "b/test", "c")),
-        (["/x/a/t.txt", "/y/a/t.txt"], ("x/a/t", "y/a/t")),
-        (["owner/set:train[:5%]", "owner/set:test"], ("set:train[:5%]", "set:test")),
-        (["/d/a.jsonl", "/d/a.jsonl"], ("d/a", "d/a#2")),
-        (["/d/a.jsonl", "/d/a.txt"], ("d/a", "d/a#2")),
-        (["/d/*.jsonl", "-"], ("*", "-")),
-    ],
-)
-def test_names_of_sources(paths: list[str], names: tuple[str, ...]) -> None:
-    assert source_names(paths) == names
+@pytest.mark.parametrize(("paths", "names"), tables.cases(__file__, "names_of_sources"))
+def test_names_of_sources(paths: list[str], names: list[str]) -> None:
+    assert source_names(paths) == tuple(names)
     assert len(set(names)) == len(names)
 
 

@@ -22,22 +22,14 @@ def judged(guard: Guard, values: list[tuple[float, float]]) -> list[tuple[bool, 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
 def test_the_first_step_that_is_not_finite_shuts_the_guard_for_good(bad: tuple[float, float]) -> None:
-    assert judged(Guard(CPU), [(2.0, 1.0), bad, (2.0, 1.0)]) == [
-        (False, False),
-        (True, True),
-        (True, True),
-    ]
+    assert judged(Guard(CPU), [(2.0, 1.0), bad, (2.0, 1.0)]) == [(False, False), (True, True), (True, True)]
 
 
 def test_as_many_as_allowed_are_left_out_and_one_more_shuts() -> None:
     nan = (math.nan, 1.0)
     guard = Guard(CPU, GuardLimits(nonfinite_skips=2))
     assert judged(guard, [nan, (1.0, 1.0), nan, (1.0, 1.0), nan]) == [
-        (True, False),
-        (False, False),
-        (True, False),
-        (False, False),
-        (True, True),
+        (True, False), (False, False), (True, False), (False, False), (True, True),
     ]
     assert guard.as_state() == {"judged": 5, "nonfinite": 3, "skipped": 3}
 

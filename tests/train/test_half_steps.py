@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures import tables
 from tests.train.synthetic import assembly_for, recipe_for
 from tests.train.test_step import parents
 from tuner.errors import DivergedError
@@ -44,15 +45,7 @@ def tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run_tensors(assembly.train_state).items()}
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"train": {"gradient_checkpointing": "selective", "micro_batch_size": 4}},
-        {"adapter": {"kind": "lora", "r": 4}, "model": {"dtype": "bf16"}},
-        {"method": {"kind": "sft", "reduction": "document"}},
-    ],
-)
+@pytest.mark.parametrize("sections", tables.cases(__file__, "loss_norm_and_clipped_gradients_are_those_of_fp32"))
 def test_loss_norm_and_clipped_gradients_are_those_of_fp32(model: Path, sections: dict[str, Any]) -> None:
     sections = {**sections, "train": {"max_grad_norm": 1e-3, **sections.get("train", {})}}
     half, plain = assembled(model, **copy.deepcopy(sections)), assembled(model, "fp32", **without_dtype(sections))

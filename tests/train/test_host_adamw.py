@@ -11,21 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.fixtures import tables
+from tests.fixtures.operations import Operations
 from tests.train.test_optimizer import SECTIONS
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.runtime import torch_private
 from tuner.train import host_adamw
 from tuner.train.host_adamw import UNIT, HostAdamW, buckets
 from tuner.train.optimizer import OptimizerSet, build_optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "embed.weight": (7, 4),
-    "layer.weight": (37, 53),
-    "layer.bias": (1001,),
-    "norm.weight": (4,),
-    "experts.up": (3, 5, 4),
-    "none.weight": (0, 4),
+    "embed.weight": (7, 4), "layer.weight": (37, 53), "layer.bias": (1001,), "norm.weight": (4,),
+    "experts.up": (3, 5, 4), "none.weight": (0, 4),
 }
 GROUPS = [{"match": ["layer.bias"], "lr": 0.02}, {"match": "layer", "weight_decay": 0.2}]
 
@@ -119,29 +116,15 @@ def _steps(updater: OptimizerSet) -> list[torch.Tensor]:
 
 
 def test_the_host_reads_one_number_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reads(torch_private.TorchDispatchMode):  # type: ignore[misc]  # its type is not known
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     own = parameters()
     updater = built(own, "host", monkeypatch, 64)
     give(own, 0)
-    with Reads() as reads:
+    with Operations(lambda func, *_: [func]) as seen:
         updater.step(torch.tensor(False), torch.tensor(2.0))
-    assert reads.count == 1
+    assert seen.found.count(torch.ops.aten._local_scalar_dense.default) == 1
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "said"),
-    [
-        ({"kind": "muon"}, "optimizer.offload  not with kind muon; write optimizer.kind: adamw"),
-        ({"state": "8bit"}, "moments on the host are float32; write optimizer.state: fp32, or offload: none with 8bit"),
-        ({"rounding": "stochastic"}, "the host updates float32 weights"),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused"))
 def test_what_does_not_go_together_is_refused(optimizer: dict[str, Any], said: str) -> None:
     tree: dict[str, Any] = {"model": {"name_or_path": "x", "dtype": "bf16"}, "data": {"train": "x"}}
     with pytest.raises(RecipeError, match=re.escape(said)):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures import tables
 from tests.fixtures.lazy_cuda import WAYS, LazyCuda, Stream, lazy_cuda
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.train import optimizer as optimizer_module
@@ -79,15 +80,7 @@ def nothing(*args: Any) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "begin: gradients that are still computed",
-        "wait: buckets that have not arrived",
-        "wait_event: buffers that have not been copied out of",
-        "end: weights that have not returned",
-    ],
-)
+@pytest.mark.parametrize("missing", tables.cases(__file__, "each_wait_is_needed"))
 def test_each_wait_is_needed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = missing.partition(":")[0]
     monkeypatch.setattr(Stream if name == "wait_event" else HostLink, name, nothing)

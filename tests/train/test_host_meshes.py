@@ -4,20 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.fixtures.processes import fake_group
 from tuner.runtime.parts import local
-from tuner.runtime.torch_private import FakeStore
 from tuner.train.optimizer import _as_sharded
 
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_group(3, 4):
+        yield
 
 
 @pytest.mark.parametrize(("axes", "names"), [((4,), ("shard",)), ((2, 2), ("replicate", "shard"))])

@@ -153,9 +153,7 @@ def test_the_loss_in_the_docs_trains(workplace: Path) -> None:
     assert all("accuracy" in line for line in found)
 
 
-def test_the_method_in_the_docs_is_the_mean_over_documents(
-    workplace: Path, plain: list[dict[str, Any]]
-) -> None:
+def test_the_method_in_the_docs_is_the_mean_over_documents(workplace: Path, plain: list[dict[str, Any]]) -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     (workplace / "my_loss.py").write_text(text.split("```python\n")[2].split("```")[0])
     own = custom(workplace, "documented", "DocumentMean")

@@ -9,27 +9,20 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers.optimization import Adafactor
 
+from tests.fixtures import tables
 from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.train.optimizer import OptimizerSet, build_optimizer, is_matrix
 
 SHAPES = {
-    "embed.weight": (7, 4),
-    "layer.weight": (6, 4),
-    "down.weight": (4, 6),
-    "layer.bias": (6,),
-    "norm.weight": (4,),
+    "embed.weight": (7, 4), "layer.weight": (6, 4), "down.weight": (4, 6), "layer.bias": (6,), "norm.weight": (4,),
     "experts.up": (3, 5, 4),
 }
 OUTER = frozenset({"embed.weight"})
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "sgd": {},
-    "sgd-nesterov": {"kind": "sgd", "nesterov": True},
-    "sgd-plain": {"kind": "sgd", "momentum": 0},
-    "adafactor": {},
-    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True},
-    "muon": {"adamw_lr": 0.01},
+    "adamw": {}, "sgd": {}, "sgd-nesterov": {"kind": "sgd", "nesterov": True},
+    "sgd-plain": {"kind": "sgd", "momentum": 0}, "adafactor": {},
+    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True}, "muon": {"adamw_lr": 0.01},
 }
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 
@@ -223,19 +216,10 @@ def test_gradients_are_divided_on_the_device(kind: str) -> None:
         assert torch.equal(parameter, other[name]), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "moments"),
-    [
-        ("adamw", {"exp_avg", "exp_avg_sq"}),
-        ("sgd", {"momentum_buffer"}),
-        ("sgd-plain", set()),
-        ("adafactor", {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}),
-        ("muon", {"momentum_buffer", "exp_avg", "exp_avg_sq"}),
-    ],
-)
-def test_state_has_names(kind: str, moments: set[str]) -> None:
+@pytest.mark.parametrize(("kind", "moments"), tables.cases(__file__, "state_has_names"))
+def test_state_has_names(kind: str, moments: list[str]) -> None:
     names = [name.split("/", 2) for name in built(parameters(), kind).state_tensors()]
-    assert {moment for _, moment, _ in names} == moments
+    assert {moment for _, moment, _ in names} == set(moments)
     assert all(first == "optimizer" and parameter in SHAPES for first, _, parameter in names)
 
 
@@ -254,12 +238,8 @@ def test_groups_have_settings_of_their_own() -> None:
     updater.set_factor(0.5)
     updater.step()
     expected = {
-        "embed.weight": (0.1, 0.3),
-        "down.weight": (0.1, 0.3),
-        "layer.weight": (0.1, 0.2),
-        "layer.bias": (0.02, 0.0),
-        "norm.weight": (0.02, 0.0),
-        "experts.up": (0.03, 0.3),
+        "embed.weight": (0.1, 0.3), "down.weight": (0.1, 0.3), "layer.weight": (0.1, 0.2), "layer.bias": (0.02, 0.0),
+        "norm.weight": (0.02, 0.0), "experts.up": (0.03, 0.3),
     }
     assert_near(own, {n: before[n] * (1 - 0.5 * lr * decay) - 0.5 * lr for n, (lr, decay) in expected.items()})
 
@@ -272,29 +252,13 @@ def test_groups_reach_both_optimizers_of_muon() -> None:
     assert {name for name, distance in moved.items() if distance < 1e-5} == {"down.weight", "norm.weight"}
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([{"match": ["layers"], "lr": 1.0}], "groups.0.match: 'layers' matches nothing"),
-        ([{"match": ["layer"], "lr": 1.0}, {"match": ["layer.bias"], "lr": 2.0}], "groups.1: earlier groups have all"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "message"), tables.cases(__file__, "a_group_without_parameters_is_refused"))
 def test_a_group_without_parameters_is_refused(groups: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         built(parameters(), "adamw", groups=groups)
     assert "layer" in str(caught.value.hint) or "narrower" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "matrix"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", (4, 4), True),
-        ("model.layers.0.mlp.up_proj.bias", (4,), False),
-        ("model.layers.0.mlp.experts.gate_up_proj_bias", (2, 4), False),
-        ("model.layers.0.self_attn.q_norm.weight", (2, 4), False),
-        ("transformer.ln_f.weight", (4, 4), False),
-        ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4), True),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "matrix"), tables.cases(__file__, "matrices_decay_and_others_never"))
 def test_matrices_decay_and_others_never(name: str, shape: tuple[int, ...], matrix: bool) -> None:
     assert is_matrix(name, torch.zeros(shape)) is matrix

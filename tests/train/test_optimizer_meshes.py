@@ -23,26 +23,15 @@ from tuner.train.optimizer import OptimizerSet, build_optimizer
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 SHAPES = {
-    "up.weight": (12, 512),
-    "down.weight": (10, 512),
-    "fused.weight": (16, 512),
-    "embed.weight": (7, 512),
-    "experts.up": (4, 6, 256),
-    "bias": (12,),
-    "norm.weight": (5,),
-    "alone": (3,),
+    "up.weight": (12, 512), "down.weight": (10, 512), "fused.weight": (16, 512), "embed.weight": (7, 512),
+    "experts.up": (4, 6, 256), "bias": (12,), "norm.weight": (5,), "alone": (3,),
 }
 OUTER = frozenset({"embed.weight"})
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw": {"kind": "adamw"},
-    "host": {"kind": "adamw", "offload": "host"},
-    "sgd": {"kind": "sgd", "nesterov": True},
-    "8bit": {"kind": "adamw", "state": "8bit"},
-    "chance": {"kind": "adamw", "rounding": "stochastic"},
-    "both": {"kind": "adamw", "rounding": "stochastic", "state": "8bit"},
-    "adafactor": {"kind": "adafactor"},
-    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True},
-    "muon": {"kind": "muon", "adamw_lr": 1e-3},
+    "adamw": {"kind": "adamw"}, "host": {"kind": "adamw", "offload": "host"}, "sgd": {"kind": "sgd", "nesterov": True},
+    "8bit": {"kind": "adamw", "state": "8bit"}, "chance": {"kind": "adamw", "rounding": "stochastic"},
+    "both": {"kind": "adamw", "rounding": "stochastic", "state": "8bit"}, "adafactor": {"kind": "adafactor"},
+    "adafactor-scaled": {"kind": "adafactor", "scale_parameter": True}, "muon": {"kind": "muon", "adamw_lr": 1e-3},
 }
 EXACT = {"chance", "both"}
 """Those of which every bit is the same: elsewhere torch's kernel may round the last few numbers of a part otherwise."""

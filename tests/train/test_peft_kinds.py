@@ -11,13 +11,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures.peft_kinds import KINDS
-from tests.train.synthetic import assembly_for, recipe_for
-from tuner.checkpoint.load import load_into
-from tuner.checkpoint.open import open_checkpoint
+from tests.train.synthetic import assembly_for, recipe_for, resume, taken
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, run_tensors
-from tuner.train.step import optimizer_step
 from tuner.train.step_parts import StepPart
 
 STEPS, LR, SEED = 5, 0.01, 42
@@ -45,10 +42,6 @@ def assembled(model: Path, config: dict[str, Any]) -> Assembly:
         schedule={"kind": "constant", "warmup": "never"},
     )
     return assembly_for(recipe, [9, 30, 14, 21, 7, 18, 25, 11], RankInfo())
-
-
-def taken(assembly: Assembly, steps: range) -> list[float]:
-    return [optimizer_step(assembly.train_state, i, assembly.batches.step(i), 1.0).read().loss for i in steps]
 
 
 def own_loop(model: Path, config: dict[str, Any], assembly: Assembly) -> list[tuple[float, dict[str, torch.Tensor]]]:
@@ -102,8 +95,7 @@ def test_steps_are_those_of_pefts_own_loop_and_a_resumed_run_has_the_same_bits(
         assert (parameter - weights[key]).norm() <= 1e-4 * weights[key].norm(), key
     again = assembled(model, config)
     again.train_state.optimizer.allocate()
-    load_into(open_checkpoint(tmp_path / "step-2"), run_tensors(again.train_state))
-    again.train_state.optimizer.set_step_count(2)
+    resume(again, tmp_path / "step-2", 2)
     assert taken(again, range(2, STEPS)) == losses[2:]
     for key, parameter in again.train_state.parameters.items():
         assert torch.equal(parameter, whole.train_state.parameters[key]), key

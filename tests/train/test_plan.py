@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.fixtures import tables
 from tuner.config.duration import Duration
 from tuner.config.recipe import TrainSection
 from tuner.data.batch_sizes import BatchSizes
@@ -23,15 +24,7 @@ def test_length(duration: str, steps: int) -> None:
     assert (plan.steps_per_epoch, plan.total_steps) == (3, steps)
 
 
-@pytest.mark.parametrize(
-    ("duration", "derivation"),
-    [
-        ("3 epochs", "10 rows / 4 = 3 steps an epoch, 3 epochs = 9 steps"),
-        ("32 steps", "32 steps of 4 rows, 10.67 epochs of 10 rows"),
-        ("1 step", "1 step of 4 rows, 0.33 epochs of 10 rows"),
-        ("2000 tokens", "2000 tokens = 6 steps of 4 rows, 2.00 epochs of 10 rows"),
-    ],
-)
+@pytest.mark.parametrize(("duration", "derivation"), tables.cases(__file__, "the_number_of_steps_is_derived"))
 def test_the_number_of_steps_is_derived(duration: str, derivation: str) -> None:
     length = Duration.parse(duration)
     assert plan_steps(length, TOKENS, 4).derivation(length) == derivation

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.model.tiny import VOCAB, family_model
+from tests.train.synthetic import draw_lora_b
 from tuner.config.methods import RewardMethod
 from tuner.data.batches import Batch, StepBatches, collate, without_targets
 from tuner.data.prepared import Row
@@ -62,9 +63,7 @@ def reward_model(path: Path, adapter: str) -> CausalLM:
     model = build_model(ModelSpec(str(path), head="score"), torch.float32, seed=3)
     root = CausalLM(model)
     ADAPTERS[adapter].apply(root.model, seed=4)
-    for name, parameter in root.model.named_parameters():
-        if "lora_B" in name:  # else the adapter adds nothing
-            torch.nn.init.normal_(parameter, std=0.1)
+    draw_lora_b(dict(root.model.named_parameters()))
     root.double()
     return root
 

@@ -9,22 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import (
-    AutoModelForCausalLM,
-    DbrxConfig,
-    DeepseekV3Config,
-    DogeConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-)
 
 from tests.fixtures.processes import run_ranks
 from tests.model.test_compile import traced_alone
 from tests.model.tiny import SHAPE, family_config, family_model
-from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for
+from tests.train.synthetic import SyntheticRows, assembly_for, draw_lora_b, recipe_for
 from tuner.data.batches import IGNORED, collate
 from tuner.errors import RecipeError
 from tuner.model.build import meta_model
@@ -89,7 +81,7 @@ def padded(rows: list[int]) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> Found:
     """By transformers alone: one forward of all documents."""
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     out = plain(**padded(list(range(len(TRAINED)))), use_cache=False)
     out.loss.backward()
     return Found(gradients_of(plain), out.loss.item(), WEIGHT * out.aux_loss.item())
@@ -98,7 +90,7 @@ def wanted(model: Path) -> Found:
 @pytest.mark.parametrize("micro", [1, 5])
 def test_by_micro_batch_it_is_the_mean_of_what_transformers_has_for_each(micro: int, model: Path) -> None:
     """And no forward comes before those that are trained."""
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     terms = []
     for first in range(0, 5, micro):
         given = padded(list(range(first, first + micro)))
@@ -162,7 +154,8 @@ def test_processes_share_it_and_log_its_part(layout: str, model: Path, wanted: F
 
 def z_wanted(base: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """The plain formula in float64: its value, and the gradients that it adds by transformers' own forward."""
-    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    plain = load(base, dtype=torch.float64, experts_implementation="eager")
     given = padded(list(range(len(TRAINED))))
     del given["labels"]
     logits = torch.stack(plain(**given, use_cache=False, output_router_logits=True).router_logits)
@@ -226,9 +219,7 @@ def test_the_counted_forward_chooses_as_the_one_that_is_trained(model: Path, mon
     rows = {"global_batch_size": 4, "micro_batch_size": 2}
     lora = {"kind": "lora", "r": 2, "dropout": 0.5}
     state = assembled(model, True, train=rows, adapter=lora)
-    for name, parameter in state.train_state.parameters.items():
-        if "lora_B" in name:
-            parameter.data.normal_()
+    draw_lora_b(state.train_state.parameters, 1.0)
     seen.clear()
     forward_backward(state.train_state, 0, state.batches.step(0))
     first, second = ([chosen for grad, chosen in seen if grad == trained] for trained in (False, True))
@@ -249,28 +240,30 @@ def test_an_evaluation_measures_it_over_all_that_is_held_out(model: Path, wanted
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 
-def chosen(config: PretrainedConfig, weight: float | None) -> float | None:
+def chosen(config: transformers.PretrainedConfig, weight: float | None) -> float | None:
     made = router_loss(meta_model(config, torch.float32), weight)
     return None if made is None else made.weight
 
 
 def test_the_config_decides_unless_the_recipe_does() -> None:
-    silent = MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02)
-    asking = MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02, output_router_logits=True)
+    silent = transformers.MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02)
+    asking = transformers.MixtralConfig(**SHAPE, **EXPERTS, router_aux_loss_coef=0.02, output_router_logits=True)
     assert [chosen(silent, weight) for weight in (None, 0.0, 0.3)] == [None, None, 0.3]
     assert [chosen(asking, weight) for weight in (None, 0.0, 0.3)] == [0.02, None, 0.3]
     assert "model.router_aux_loss_coef: 0.02" in str(unasked_term(silent))
     assert unasked_term(asking) is None
-    assert unasked_term(LlamaConfig()) is None
-    assert "moe_loss_weight: 0.01" in str(unasked_term(DbrxConfig()))
+    assert unasked_term(transformers.LlamaConfig()) is None
+    assert "moe_loss_weight: 0.01" in str(unasked_term(transformers.DbrxConfig()))
 
 
 def test_what_a_class_does_not_compute_is_refused() -> None:
-    deepseek = DeepseekV3Config(**SHAPE, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    groups = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    deepseek = transformers.DeepseekV3Config(**SHAPE, **groups)
     assert chosen(deepseek, None) is None
     with pytest.raises(RecipeError, match="DeepseekV3ForCausalLM of transformers has no such term"):
         chosen(deepseek, 0.1)
-    doge = DogeConfig(**SHAPE, is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
+    routed = {"num_experts": 16, "num_experts_per_tok": 2, "output_router_logits": True}
+    doge = transformers.DogeConfig(**SHAPE, **routed, is_moe=True)
     with pytest.raises(RecipeError, match="doge model has a form of its own"):
         chosen(doge, None)
     with pytest.raises(RecipeError, match=r"router_z_loss_coef: DeepseekV3ForCausalLM .* gives no logits of theirs"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
+from tests.fixtures import tables
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.cli.work.schedule import peaks
 from tuner.config.dump import recipe_dict
@@ -195,9 +196,7 @@ def trained(directory: Path, steps: int, rows: bool, **sections: dict[str, Any])
 
 
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
-    {"weight_decay": 0.1},
-    {"kind": "muon", "weight_decay": 0.1},
-    {"state": "8bit"},
+    {"weight_decay": 0.1}, {"kind": "muon", "weight_decay": 0.1}, {"state": "8bit"},
 )
 
 
@@ -256,23 +255,7 @@ def test_a_step_has_room_for_the_tokens_of_its_global_batch() -> None:
         rows.begin([np.array([1, 1, 2]), np.array([7, 8, 9])])
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"optimizer": {"offload": "host"}}, "rows are updated on the device, where they lie; write"),
-        (
-            {"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "bf16"}},
-            "rows are updated in float32; write optimizer.rounding: nearest and model.dtype: auto, or leave rows out",
-        ),
-        (
-            {"parallel": {"tensor": 2}},
-            "parallel.tensor: 2 splits embeddings over the processes of a group, each of which",
-        ),
-        ({"adapter": {"kind": "lora"}}, "an adapter leaves the embeddings as they are; leave rows out, or set"),
-        ({"optimizer": {"rows": [{"lr": 1}]}}, "optimizer.rows.0.match  missing"),
-        ({"optimizer": {"rows": [{"match": "x", "bettas": 1}]}}, "optimizer.rows.0.bettas  unknown; did you mean"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused"))
 def test_what_does_not_go_together_is_refused(sections: dict[str, dict[str, Any]], said: str) -> None:
     tree: dict[str, Any] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}, "optimizer": {"rows": ["embed"]}}
     for section, values in sections.items():

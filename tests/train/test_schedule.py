@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from transformers import optimization
 
+from tests.fixtures import tables
 from tuner.config.duration import Duration
 from tuner.config.recipe import Schedule as Section
 from tuner.errors import RecipeError
@@ -38,15 +39,7 @@ def of_transformers(name: str, total: int, warmup: int) -> list[float]:
     return factors
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        ("constant", "constant_with_warmup"),
-        ("linear", "linear"),
-        ("cosine", "cosine"),
-        ("inverse_sqrt", "inverse_sqrt"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "theirs"), tables.cases(__file__, "factors_are_those_of_transformers"))
 def test_factors_are_those_of_transformers(kind: str, theirs: str) -> None:
     ours = schedule(99, kind=kind, warmup="10 steps")  # which ends at 0 one step after the run
     assert [ours.factor(i) for i in range(101)] == pytest.approx(of_transformers(theirs, 100, 10), abs=1e-12)

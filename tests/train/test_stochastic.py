@@ -82,7 +82,5 @@ def test_the_hash_is_splitmix64() -> None:
     states = [(1234567 + number * golden) % 2**64 for number in (1, 2, 3)]
     states = [state - 2**64 if state >= 2**63 else state for state in states]
     assert [number % 2**64 for number in mixed(torch.tensor(states)).tolist()] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
+        6457827717110365317, 3203168211198807973, 9817491932198370423,
     ]

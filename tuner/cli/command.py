@@ -18,8 +18,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -43,6 +43,7 @@ from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tun
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.members import member
 from tuner.runtime.warned import Warned, collected
 from tuner.stages import local_path
 
@@ -104,9 +105,7 @@ def input_path(argument: str | Path, in_store: bool = False) -> Path:
         raise RecipeError(f"{text}: {error}") from None
 
 
-def load_for_command(
-    argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None, fetches: bool = False
-) -> LoadedRecipe:
+def load_for_command(argument: str | None, overrides: Sequence[Override] = (), fetches: bool = False) -> LoadedRecipe:
     """Load the recipe that a command was given: a path, a shipped name, `-` or nothing.
 
     With ``fetches`` what it reads of object stores is fetched to where its paths lead.
@@ -117,7 +116,7 @@ def load_for_command(
     """
     from tuner.rundir.base_model import require_base_model
 
-    loaded = read_for_command(argument, overrides, cwd).whole()
+    loaded = read_for_command(argument, overrides).whole()
     if fetches:
         fetch_inputs(loaded)
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
@@ -143,29 +142,28 @@ def load_one_run(argument: str | None, overrides: Sequence[Override] = ()) -> Lo
     return loaded
 
 
-def read_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> ReadRecipe:
+def read_for_command(argument: str | None, overrides: Sequence[Override] = ()) -> ReadRecipe:
     """The same as far as it can be read, with its problems, whatever its model is.
 
     Raises RecipeError where there is no recipe.
     """
     from tuner.config.load import read_recipe
 
-    cwd = cwd or Path.cwd()
-    return read_recipe(_source(argument, overrides, cwd), overrides, cwd)
+    return read_recipe(_source(argument, overrides), overrides)
 
 
-def is_recipe_here(cwd: Path) -> bool:
+def is_recipe_here() -> bool:
     """Whether there is a recipe that a command takes where none is given."""
-    return (cwd / "recipe.yaml").is_file()
+    return Path("recipe.yaml").is_file()
 
 
-def _source(argument: str | None, overrides: Sequence[Override], cwd: Path) -> Source:
+def _source(argument: str | None, overrides: Sequence[Override]) -> Source:
     if argument == "-":
         return _recipe_on_stdin()
     if argument is not None:
         return argument
-    if is_recipe_here(cwd):
-        return cwd / "recipe.yaml"
+    if is_recipe_here():
+        return Path("recipe.yaml")
     keys = {override.key for override in overrides}
     if "model.name_or_path" in keys and any(key.startswith("data.train") for key in keys):
         return None
@@ -190,9 +188,7 @@ def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[
     document = _document(source)
     values = document["artifacts"].get("overrides")
     if not isinstance(values, dict) or not all(isinstance(value, (str, int, float, bool)) for value in values.values()):
-        raise RecipeError(
-            f"the document of {document.get('command')} holds no overrides", hint=_OVERRIDES
-        )
+        raise RecipeError(f"the document of {document.get('command')} holds no overrides", hint=_OVERRIDES)
     known = {override.key for override in typed}
     texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
     return [Override(key, text) for key, text in texts.items() if key not in known]
@@ -283,17 +279,12 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     _finish(stdout, line, outcome.exit_code)
 
 
-@contextmanager
-def stopped_as(found: Callable[[], tuple[str, Outcome] | None]) -> Iterator[None]:
+def stopped_as(found: Callable[[], tuple[str, Outcome] | None]) -> AbstractContextManager[None]:
     """For the length of the block, `found` says what can be resumed after a signal: a line, and the outcome; or None.
 
     It is called in a signal handler: it imports nothing.
     """
-    _stopped.append(found)
-    try:
-        yield
-    finally:
-        _stopped.remove(found)
+    return member(_stopped, found)
 
 
 _stopped: list[Callable[[], tuple[str, Outcome] | None]] = []

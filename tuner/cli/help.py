@@ -8,6 +8,7 @@ import textwrap
 from tuner.cli.app import help_text
 from tuner.cli.command import Outcome, command
 from tuner.cli.commands import COMMANDS
+from tuner.cli.output import listed
 from tuner.config.fields import Field, fields, find, item_fields
 from tuner.config.other_tools import foreign
 from tuner.errors import ExitCode, RecipeError
@@ -76,11 +77,8 @@ def _one(field: Field) -> str:
     rows += [("in a recipe", _in_yaml(field)), ("as a flag", f"--{field.key} VALUE")]
     if others := foreign().get(field.key):
         rows.append(("elsewhere", ", ".join(others)))
-    lines = [field.key, *textwrap.wrap(field.sentence, _width() - 2, initial_indent="  ", subsequent_indent="  ")]
-    for label, text in rows:
-        wrapped = textwrap.wrap(text, max(20, _width() - 16)) or [""]
-        lines += [f"  {label:<12}  {wrapped[0]}", *(f"{'':16}{line}" for line in wrapped[1:])]
-    return "\n".join(lines)
+    sentence = textwrap.fill(field.sentence, _width() - 2, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([field.key, sentence, listed({f"  {label:<12}": text for label, text in rows}, _width())])
 
 
 def _in_yaml(field: Field) -> str:
@@ -90,12 +88,12 @@ def _in_yaml(field: Field) -> str:
 
 def _items(name: str) -> str:
     """The keys of each item of a list, such as those of data.train."""
-    lines = [name, f"  {fields()[name].sentence}", "", f"  Keys of each item, as --{name}.0.KEY VALUE:"]
-    for key, field in item_fields(name).items():
-        text = f"{field.sentence} ({field.allowed}; default {field.default_text})"
-        wrapped = textwrap.wrap(text, max(20, _width() - 16))
-        lines += [f"  {key:<12}  {wrapped[0]}", *(f"{'':16}{line}" for line in wrapped[1:])]
-    return "\n".join(lines)
+    keys = {
+        f"  {key:<12}": f"{field.sentence} ({field.allowed}; default {field.default_text})"
+        for key, field in item_fields(name).items()
+    }
+    head = f"{name}\n  {fields()[name].sentence}\n\n  Keys of each item, as --{name}.0.KEY VALUE:\n"
+    return head + listed(keys, _width())
 
 
 def _width() -> int:

@@ -4,9 +4,10 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -106,7 +107,6 @@ def _jsonable(value: Any) -> Any:
 
 UNBOUNDED = 1 << 20
 _real_stdout: ContextVar[int] = ContextVar("real_stdout", default=1)
-_stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
 
 
 def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -129,18 +129,15 @@ def _escaped(text: str) -> str:
 
 
 def note_stdout(descriptor: int) -> None:
-    """Remember where a command's result goes, and how wide its terminal is; a file or a pipe has no width."""
+    """Remember where a command's result goes."""
     _real_stdout.set(descriptor)
-    try:
-        _stdout_columns.set(os.get_terminal_size(descriptor).columns or UNBOUNDED)
-    except OSError:
-        _stdout_columns.set(UNBOUNDED)
 
 
-def terminal_columns(stream: IO[str]) -> int:
-    """Columns of the terminal that a stream goes to; a file, a pipe and what is closed have no width."""
+def terminal_columns(of: IO[str] | int) -> int:
+    """Columns of the terminal that a stream or a descriptor leads to; a file, a pipe and what is closed have no width.
+    """
     try:
-        return os.get_terminal_size(stream.fileno()).columns or UNBOUNDED
+        return os.get_terminal_size(of if isinstance(of, int) else of.fileno()).columns or UNBOUNDED
     except (OSError, ValueError):
         return UNBOUNDED
 
@@ -166,7 +163,15 @@ def real_stdout() -> int:
 
 def stdout_columns() -> int:
     """Columns that a command's result may have."""
-    return _stdout_columns.get()
+    return terminal_columns(real_stdout())
+
+
+def listed(lines: Mapping[str, str], width: int) -> str:
+    """Names with a sentence each, in two columns: a sentence continues under itself, in at least 20 columns."""
+    after = " " * (max(map(len, lines), default=0) + 2)
+    width = max(width, len(after) + 20)
+    fill = partial(textwrap.fill, width=width, subsequent_indent=after)
+    return "\n".join(fill(line, initial_indent=name.ljust(len(after))) or name for name, line in lines.items())
 
 
 def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = ()) -> str:

@@ -2,13 +2,11 @@
 
 import shutil
 import sys
-import textwrap
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from tuner.cli.command import Outcome, command
-from tuner.cli.output import stdout_columns
+from tuner.cli.output import listed, stdout_columns
 from tuner.config.shipped import named_files, shipped_recipes, shipped_scripts, summary
 from tuner.errors import RecipeError
 
@@ -21,16 +19,6 @@ def _find(name: str) -> Path:
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(shipped)}"
         raise RecipeError(f"no shipped recipe or script {name}", hint=hint)
     return shipped[key]
-
-
-def listed(lines: Mapping[str, str], columns: int) -> str:
-    """Names with what each is for, whose sentence continues under itself where the terminal ends."""
-    width = max((len(name) for name in lines), default=0) + 2
-    shown = []
-    for name, line in lines.items():
-        first, *rest = textwrap.wrap(line, max(20, columns - width)) or [""]
-        shown += [f"{name.ljust(width)}{first}".rstrip(), *(f"{'':{width}}{each}" for each in rest)]
-    return "\n".join(shown)
 
 
 @command("recipes list")

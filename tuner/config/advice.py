@@ -90,12 +90,9 @@ def _of_one(key: str, name: str, value: Any, given: Mapping[str, Any], as_flags:
     meant = of_value(key, value)
     if meant is not None:
         return f"unknown; {meant.replace('write ', f'write {key}: ', 1)}"
-    field = find(key)
-    return (
-        None
-        if field is None or not (same or isinstance(value, Mapping))
-        else (f"unknown; its counterpart here is {key}: {field.allowed}")
-    )
+    if (field := find(key)) is None or not (same or isinstance(value, Mapping)):
+        return None
+    return f"unknown; its counterpart here is {key}: {field.allowed}"
 
 
 def _is_misspelt(name: str, known: str) -> bool:

@@ -16,15 +16,14 @@ from tuner.config.value_types import NEVER, ValueType, shown
 
 Unit = Literal["epochs", "steps", "tokens", "%", "documents", "layers", "windows", "s", "min", "h"]
 
+COUNTED: tuple[Unit, ...] = ("epochs", "steps", "tokens", "documents", "layers", "windows")
 WORDS: dict[str, Unit] = {
-    "epoch": "epochs", "epochs": "epochs", "step": "steps", "steps": "steps", "token": "tokens", "tokens": "tokens",
-    "%": "%", "document": "documents", "documents": "documents", "layer": "layers", "layers": "layers",
-    "window": "windows", "windows": "windows",
-    "s": "s", "sec": "s", "second": "s", "seconds": "s",
+    **{word: unit for unit in COUNTED for word in (unit, unit.removesuffix("s"))},
+    "%": "%", "s": "s", "sec": "s", "second": "s", "seconds": "s",
     "min": "min", "minute": "min", "minutes": "min", "h": "h", "hour": "h", "hours": "h",
 }  # fmt: skip
 SECONDS: dict[str, int] = {"s": 1, "min": 60, "h": 3600}
-WHOLE: frozenset[str] = frozenset({"steps", "tokens", "documents", "layers", "windows"})
+WHOLE: frozenset[str] = frozenset(COUNTED[1:])
 
 MOST_STEPS = 2**53
 _STEP_RANGE = re.compile(r"\s*(\d{1,16})\s*-\s*(\d{1,16})\s*")

@@ -16,9 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, model_validator
 
 from tuner.config.duration import Duration, Span
-from tuner.config.ladder_rules import LADDER_RULES
 from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, write_number
-from tuner.config.rule import Rule
+from tuner.config.rule import Rule, table_rules
 from tuner.config.schedules import DecayShape
 from tuner.config.section import Auto, Bool, Items, Section
 from tuner.config.value_types import Several, Table, Text, ValueType, once, refuse, shown
@@ -205,7 +204,7 @@ class LadderSection(Section):
     max_processes: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Processes that a size gets at most; auto: as many as tuner train would start here."""
 
-    rules: ClassVar[tuple[Rule, ...]] = LADDER_RULES
+    rules: ClassVar[tuple[Rule, ...]] = table_rules("ladder_rules")
 
     @property
     def is_on(self) -> bool:

@@ -196,10 +196,5 @@ def _output_dir(tree: Node, cwd: Path) -> None:
     if node is None:
         node = tree.value["output_dir"] = Node(Recipe.model_fields["output_dir"].default, "default", cwd, "default")
     name = tree.child("name")
-    if (
-        isinstance(node.value, str)
-        and name is not None
-        and isinstance(name.value, str)
-        and re.fullmatch(NAME, name.value)
-    ):
+    if isinstance(node.value, str) and name and isinstance(name.value, str) and re.fullmatch(NAME, name.value):
         node.value = node.value.replace("{name}", name.value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -74,19 +76,18 @@ class LoggedFigure:
     """Its name where there is little room: at most 7 letters."""
 
 
-_REWARDS: Mapping[str, LoggedFigure] = {
-    "accuracy": LoggedFigure("higher", "acc"),
-    "margin": LoggedFigure("higher", "margin"),
-    "reward_chosen": LoggedFigure("higher", "chosen"),
-    "reward_rejected": LoggedFigure("lower", "reject"),
-}
+_LOGGED = json.loads(Path(__file__).with_name("logged_figures.json").read_text(encoding="utf-8"))
+
+
+def _logged(*names: str) -> Mapping[str, LoggedFigure]:
+    """Figures of these names, by `logged_figures.json`: which value is the better one, and the heading."""
+    return {name: LoggedFigure(**_LOGGED[name]) for name in names}
+
+
+_REWARDS = _logged("accuracy", "margin", "reward_chosen", "reward_rejected")
 """What every method over pairs logs: how often the chosen answer's reward is the higher one and by how much, and the
 rewards."""
-_PAIRS: Mapping[str, LoggedFigure] = {
-    **_REWARDS,
-    "logp_chosen": LoggedFigure("higher", "logp_c"),
-    "logp_rejected": LoggedFigure("lower", "logp_r"),
-}
+_PAIRS = _logged(*_REWARDS, "logp_chosen", "logp_rejected")
 """With the log-probabilities of the answers."""
 
 
@@ -120,11 +121,7 @@ class PretrainMethod(MethodSection):
     """Next-token prediction on plain text."""
 
     kind: MethodKind[Literal["pretrain"]] = "pretrain"
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of plain text."""
-        return Examples("pretrain")
+    examples: ClassVar[Examples] = Examples("pretrain")
 
 
 _BETA = (
@@ -147,17 +144,17 @@ DpoLoss = Literal[
 
 
 class PairSection(MethodSection):
-    """What the sections of methods over pairs of answers have in common."""
+    """What the sections of methods over pairs of answers have in common.
 
-    @property
-    def examples(self) -> Examples:
-        """Two documents each: the prompt with either answer, of which the answer is trained."""
-        return Examples("preference", "last_assistant")
+    An example is two documents: the prompt with either answer, of which the answer is trained.
+    """
+
+    examples: ClassVar[Examples] = Examples("preference", "last_assistant")
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The terms of the loss by name; a single one is named loss."""
-        return ("loss",)
+        """The terms of the loss by name: of preferences and, with a weight, `sft`; a single one is named loss."""
+        return ("preference", "sft") if getattr(self, "sft_weight", 0) else ("loss",)
 
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
@@ -223,11 +220,6 @@ class SimpoMethod(PairSection):
     """How far apart the rewards, beta times average log-probabilities, are wanted: the margin inside the loss."""
     sft_weight: SftWeight = 0.0
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """That of the rewards, and `sft`."""
-        return ("preference", "sft") if self.sft_weight else ("loss",)
-
 
 class CpoMethod(PairSection):
     """Contrastive preference optimization: by log-probabilities, without a reference, and by chosen answers."""
@@ -237,11 +229,6 @@ class CpoMethod(PairSection):
     kind: MethodKind[Literal["cpo"]] = "cpo"
     beta: Beta = 0.1
     sft_weight: SftWeight = 1.0
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """That of the rewards, and `sft`."""
-        return ("preference", "sft") if self.sft_weight else ("loss",)
 
 
 class KtoMethod(MethodSection):
@@ -258,18 +245,12 @@ class KtoMethod(MethodSection):
     undesirable_weight: Annotated[float, Real(gt=0)] = 1.0
     """Weight of undesirable answers."""
     reference: Reference = "auto"
-
-    @property
-    def examples(self) -> Examples:
-        """One document each, of which the answer is trained, with a label."""
-        return Examples("unpaired", "last_assistant")
+    examples: ClassVar[Examples] = Examples("unpaired", "last_assistant")
 
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
         """Rewards by label, and the divergence from the reference."""
-        kl = {"kl": LoggedFigure("lower", "kl")} if self.baseline == "kl" else {}
-        wanted, unwanted = LoggedFigure("higher", "good"), LoggedFigure("lower", "bad")
-        return {"reward_desirable": wanted, "reward_undesirable": unwanted} | kl
+        return _logged("reward_desirable", "reward_undesirable", *(["kl"] if self.baseline == "kl" else []))
 
 
 class RewardMethod(PairSection):
@@ -343,14 +324,7 @@ class DistillMethod(MethodSection):
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
         """The divergence, cross-entropies of both models, and how often they agree."""
-        tail = {} if self.top_k is None else {"tail": LoggedFigure("lower", "tail")}
-        return {
-            "divergence": LoggedFigure("lower", "diverg."),
-            "ce": LoggedFigure("lower", "ce"),
-            "teacher_ce": LoggedFigure("lower", "t. ce"),
-            "agreement": LoggedFigure("higher", "agree"),
-            **tail,
-        }
+        return _logged("divergence", "ce", "teacher_ce", "agreement", *(["tail"] if self.top_k is not None else []))
 
 
 class CustomMethod(MethodSection):
@@ -371,16 +345,8 @@ class CustomMethod(MethodSection):
 
 
 Method = Annotated[
-    SftMethod
-    | PretrainMethod
-    | DpoMethod
-    | OrpoMethod
-    | SimpoMethod
-    | CpoMethod
-    | KtoMethod
-    | RewardMethod
-    | DistillMethod
-    | CustomMethod,
+    SftMethod | PretrainMethod | DpoMethod | OrpoMethod | SimpoMethod | CpoMethod | KtoMethod | RewardMethod
+    | DistillMethod | CustomMethod,
     ByKind(),
 ]
 """A method's section; each kind has a file of its name in `train/methods`."""

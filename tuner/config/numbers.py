@@ -4,7 +4,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Context, Decimal
 from fractions import Fraction
+from operator import ge, gt, le, lt
 from typing import Any, Self, get_args
 
 from tuner.config.value_types import ValueType, meant, shown
@@ -17,6 +19,8 @@ BYTE_SUFFIXES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 MAX_CHARACTERS = 64
 MAX_EXPONENT = 400
 
+_EXACT = Context(prec=2 * MAX_EXPONENT + MAX_CHARACTERS)
+"""With the digits of any number that can be written and has an end."""
 _POWER = re.compile(r"(\d{1,4})\^(\d{1,4})")
 _NUMBER = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?)\s*([A-Za-z]{1,3}|%)?")
 
@@ -79,17 +83,8 @@ def write_number(value: Fraction) -> str:
     """Write an exact number without loss: whole, decimal where one exists, else the shortest float."""
     if value.denominator == 1:
         return str(value.numerator)
-    denominator = value.denominator
-    twos = fives = 0
-    while denominator % 2 == 0:
-        denominator, twos = denominator // 2, twos + 1
-    while denominator % 5 == 0:
-        denominator, fives = denominator // 5, fives + 1
-    if denominator != 1:
-        return repr(float(value))
-    places = max(twos, fives)
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+    decimal = _EXACT.divide(Decimal(value.numerator), Decimal(value.denominator))
+    return f"{decimal:f}" if Fraction(decimal) == value else repr(float(value))
 
 
 @dataclass(frozen=True)
@@ -141,12 +136,8 @@ class Real(ValueType):
             number = float(_number(value))
         except OverflowError:
             raise TypeError from None
-        inside = (
-            (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
+        bounds = ((ge, self.ge), (gt, self.gt), (le, self.le), (lt, self.lt))
+        inside = all(bound is None or holds(number, bound) for holds, bound in bounds)
         if not inside and 1 < number <= 100 and 1 in (self.le, self.lt):
             raise ValueError(f"got {shown(value)}; allowed: {self.allowed}; did you mean {shown(value)}%?")
         if not inside:

@@ -202,20 +202,13 @@ def guessed(given: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not is_file(name) and not isinstance(known.get(name), Mapping)]
 
 
-def plain_sources(value: Any, directory: str = "data") -> list[Any] | None:
+def plain_sources(value: Any) -> list[Any] | None:
     """What a key that holds data sets stands for: a list of names or mappings, names with commas, or a builder."""
     if isinstance(value, Mapping):
         return [component(value)] if "_component_" in value else [entry(value)]
     if isinstance(value, str):
-        names = [name.strip() for name in value.replace(",", " ").split()]
-        return [
-            counted(name) if "/" in name or "#" in name else registered(name, {}, directory) for name in names
-        ] or None
-    if not isinstance(value, list) or not value:
+        names = value.replace(",", " ").split()
+        return [counted(name) if {*name} & {"/", "#"} else registered(name, {}, "data") for name in names] or None
+    if not isinstance(value, list) or not value or not all(isinstance(item, (str, Mapping)) for item in value):
         return None
-    found = [
-        entry(item) if isinstance(item, Mapping) else counted(item)
-        for item in value
-        if isinstance(item, (str, Mapping))
-    ]
-    return found if len(found) == len(value) else None
+    return [entry(item) if isinstance(item, Mapping) else counted(item) for item in value]

@@ -30,22 +30,21 @@ def recipes_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
-def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | None = None) -> None:
+def resolve_paths(tree: Node, problems: Problems) -> None:
     """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
-    environ = os.environ if environ is None else environ
     for path, node in tree.leaves():
         resolve = _RESOLVERS.get(_key_of(path))
         if resolve is None or not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
             continue
         if path == ("data", "eval") and is_split(node.value):
             continue
-        unset = [name for name in _VARIABLE.findall(node.value) if name not in environ]
+        unset = [name for name in _VARIABLE.findall(node.value) if name not in os.environ]
         if unset:
             problems.add(node.where, dotted(path), f"got {node.value!r}; the environment has no {unset[0]}")
             continue
-        text = _VARIABLE.sub(lambda match: environ[match[1]], node.value)
+        text = _VARIABLE.sub(lambda match: os.environ[match[1]], node.value)
         if text.startswith("~") and (text == "~" or text[1] == "/"):
-            text = environ.get("HOME", "~") + text[1:]
+            text = os.environ.get("HOME", "~") + text[1:]
         if is_url(text):
             _place(node, path, text, problems)
         else:
@@ -131,24 +130,14 @@ IN_STORES = frozenset(
 )
 """The keys of what may lie in an object store."""
 _IN_STORES = ", ".join(sorted(IN_STORES))
+_WITH_CODE = ("model", "tokenizer", "method", "optimizer", "schedule", "hooks", "data.train", "data.eval")
 _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
-    "output_dir": _always,
-    "model.name_or_path": _hub_or_path,
-    "model.init_from.path": _always,
+    **dict.fromkeys(("output_dir", "model.init_from.path", "data.cache_dir", "train.stop_file"), _always),
+    **dict.fromkeys(("model.name_or_path", "method.teacher"), _hub_or_path),
+    **dict.fromkeys(("data.train.path", "data.eval.path"), _rows),
+    **dict.fromkeys((*(f"{key}.use" for key in _WITH_CODE), "eval.tasks.scorer"), _plugin),
     "tokenizer.name_or_path": _tokenizer,
     "tokenizer.chat_template": _template,
-    "data.train.path": _rows,
-    "data.eval.path": _rows,
-    "data.cache_dir": _always,
-    "train.stop_file": _always,
-    "method.teacher": _hub_or_path,
     "eval.tasks.task": _task,
-    "eval.tasks.scorer": _plugin,
-} | dict.fromkeys(
-    tuple(
-        f"{key}.use"
-        for key in ("model", "tokenizer", "method", "optimizer", "schedule", "hooks", "data.train", "data.eval")
-    ),
-    _plugin,
-)
+}
 """The keys that are paths, and what becomes of each."""

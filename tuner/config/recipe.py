@@ -28,15 +28,7 @@ from tuner.config.methods import Method, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
 from tuner.config.portions import PortionsSection
-from tuner.config.schedules import (
-    ConstantSchedule,
-    CosineSchedule,
-    CustomSchedule,
-    InverseSqrtSchedule,
-    LinearSchedule,
-    WsdPeriodsSchedule,
-    WsdSchedule,
-)
+from tuner.config.schedules import CosineSchedule, Schedule
 from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Effect, Items, Options, Section, Use, members
 from tuner.config.value_types import (
     NEVER,
@@ -753,16 +745,6 @@ ITEMS: dict[str, Items] = {
 }
 """Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter | PeftAdapter, ByKind()]
-Schedule = Annotated[
-    CosineSchedule
-    | LinearSchedule
-    | ConstantSchedule
-    | InverseSqrtSchedule
-    | WsdSchedule
-    | WsdPeriodsSchedule
-    | CustomSchedule,
-    ByKind(),
-]
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 

@@ -66,7 +66,8 @@ def _holds(recipe: Recipe, owner: Any, path: list[str], wanted: Any) -> bool:
     if "stored" in wanted:
         return url_of(Path(value or "/")) is not None
     if "changed" in wanted:
-        return bool(value != type(owner).model_fields[path[-1]].default)
+        field = type(owner).model_fields.get(path[-1])  # no kind of optimizer but some has betas
+        return field is not None and bool(value != field.default)
     if "above" in wanted:
         bound = attrgetter(wanted["above"])(recipe)
         return value is not None and not isinstance(bound, str) and bool(value > bound)

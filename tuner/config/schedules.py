@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tuner.config.duration import CadenceSpan, Duration, Span
 from tuner.config.numbers import Real
-from tuner.config.section import Durations, Options, Section, Use
+from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import NEVER, Several, T, Word, refuse
 
 _SCHEDULE_KIND = (
@@ -95,3 +95,11 @@ class CustomSchedule(Section):
     """FILE.py:NAME or an entry point of the group tuner.schedules: called with the run's steps and `options`."""
     options: Options = {}
     """Keyword arguments of the class or function."""
+
+
+Schedule = Annotated[
+    CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WsdSchedule | WsdPeriodsSchedule
+    | CustomSchedule,
+    ByKind(),
+]
+"""One of them, by its `kind`."""

@@ -12,26 +12,22 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 MAX_NODES = 10_000
 
+_MEANT = {None: ("", "~", "null", "Null", "NULL"), True: ("true", "True", "TRUE"), False: ("false", "False", "FALSE")}
+_WORDS = {word: value for value, words in _MEANT.items() for word in words}
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
-_OCTAL, _HEX = re.compile(r"0o[0-7]{1,40}"), re.compile(r"0x[0-9a-fA-F]{1,40}")
+_BASED = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,60}|[0-9]{1,60}(\.[0-9]{0,60})?)([eE][-+]?[0-9]{1,4})?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def resolve(text: str) -> Any:
     """Return the value of a plain scalar under YAML 1.2's core schema."""
-    if text in {"", "~", "null", "Null", "NULL"}:
-        return None
-    if text in {"true", "True", "TRUE"}:
-        return True
-    if text in {"false", "False", "FALSE"}:
-        return False
+    if text in _WORDS:
+        return _WORDS[text]
     if _INT.fullmatch(text):
         return int(text)
-    if _OCTAL.fullmatch(text):
-        return int(text[2:], 8)
-    if _HEX.fullmatch(text):
-        return int(text, 16)
+    if _BASED.fullmatch(text):
+        return int(text, 0)
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL.fullmatch(text):

@@ -86,11 +86,6 @@ class StepBatches:
     mismatched: list[Batch] = field(default_factory=list)
     """One for each of `micro`, where they were asked for: its prompts, each with the answer to another one."""
 
-    @property
-    def mismatched_documents(self) -> int:
-        """Documents of the whole global batch in them."""
-        return self.documents if self.mismatched else 0
-
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Lay `rows` (at least one) end to end; documents stay apart through `lengths` and `position_ids`."""

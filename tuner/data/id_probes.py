@@ -55,9 +55,7 @@ def read_probes(path: Path) -> list[IdProbe]:
 
 
 def id_probe(
-    text: str,
-    tokenizer: TextTokenizer,
-    messages: list[dict[str, Any]] | None = None,
+    text: str, tokenizer: TextTokenizer, messages: list[dict[str, Any]] | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> IdProbe:
     """The probe of a text, which the template wrote of `messages` where these are given."""

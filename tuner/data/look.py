@@ -22,21 +22,14 @@ from tuner.config.starter import FEW_STEPS, LONGEST_PRETRAIN, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.spec import inflated_bytes, positions_in
-from tuner.data.encoding.compared import answers_of
-from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import local_directory, local_files
+from tuner.data.encoding.tokenizer_json import parse_json
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
+from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, reading_for
-from tuner.data.reading.records import (
-    Conversation,
-    Example,
-    PlainText,
-    PromptCompletion,
-    Tokens,
-    form_of,
-    unused_texts,
-)
+from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of, unused_texts
 from tuner.data.sample import EncodedSample, Sample, Templated, described, encoded_of, template_for
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
@@ -63,7 +56,7 @@ MARGIN = 1.02
 """By which lengths that were not counted are taken to be longer than they are estimated."""
 PACKED = 20_000
 """Documents that are packed to know how many rows they take."""
-LARGEST_BATCH, USUAL_BATCH = 16, 8
+BATCHES, USUAL_BATCH = (16, 8, 4, 2), 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
 
@@ -289,8 +282,5 @@ def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool
 
 
 def _batch_size(rows: float) -> int:
-    """The largest power of two, at most 16, with which so many rows are enough steps."""
-    size = LARGEST_BATCH
-    while size > 1 and rows / size < FEW_STEPS:
-        size //= 2
-    return size
+    """The largest with which so many rows are enough steps."""
+    return next((size for size in BATCHES if rows / size >= FEW_STEPS), 1)

@@ -10,8 +10,8 @@ they are read, in blocks (:mod:`tuner.stores.blocks`).
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -32,12 +32,8 @@ PREPARED_SCHEMA = "tuner.prepared/3"
 """The `schema` of a prepared directory's manifest."""
 WAY_TO_NAME = "leave out --prepared, or give it the directory that tuner prepare-data RECIPE prints"
 ROWS_SCHEMA = pa.schema(
-    [
-        *((name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")),
-        ("tokens", pa.uint32()),
-        ("trained", pa.uint32()),
-        ("squares", pa.uint64()),
-    ]
+    [(name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")]
+    + [("tokens", pa.uint32()), ("trained", pa.uint32()), ("squares", pa.uint64())]
 )
 """The columns of `<split>.rows.arrow`: a row's segments, their lengths summed, its targets, squared lengths summed."""
 
@@ -63,6 +59,10 @@ class Row:
     """[segments] each: what is known of each document besides its tokens, such as what a reference model gives it."""
     of_trained: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """[trained targets, ...] each, in their order: what is known of each, such as a teacher's most probable tokens."""
+
+
+_Tokens = tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]
+"""Token ids in their file's unsigned type, and whether each is trained."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PreparedDocuments:
                 found["margin"] = np.where(unknown, np.float32(0), values)
         return found
 
-    def read(self, document: int, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    def read(self, document: int, start: int, stop: int) -> _Tokens:
         """Return token ids (the file's unsigned type) and trained flags of tokens [start, stop) of one document.
 
         Raises DataError where the document has not as many token ids and flags.
@@ -146,6 +146,7 @@ class PreparedDocuments:
         return ids[first + start : first + stop], flags.read(first_flag + start, first_flag + stop)
 
 
+@dataclass(eq=False)
 class PackedRows:
     """The packed rows of one split, read on demand from memory-mapped files.
 
@@ -153,72 +154,47 @@ class PackedRows:
     mapped where there is a file of them.
     """
 
-    _mapped: npt.NDArray[np.int64] | None = None
+    documents: PreparedDocuments
+    table: pa.Table
+    max_length: int
+    """The most tokens that a row holds."""
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[documents of the split] each: what is known of each document besides its tokens."""
+    of_trained: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """[trained targets of all rows, ...] each: what is known of each of them, row after row."""
+    mapped: npt.NDArray[np.int64] | None = None
     """int64[rows, COUNTS]"""
 
-    def __init__(
-        self,
-        documents: PreparedDocuments,
-        rows: pa.Table,
-        max_length: int,
-        columns: Mapping[str, npt.NDArray[Any]] | None = None,
-        of_trained: Mapping[str, npt.NDArray[Any]] | None = None,
-        counts: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        self._documents = documents
-        self._of_trained = {} if of_trained is None else of_trained
-        self.columns = {} if columns is None else columns
-        """[documents of the split] each: what is known of each document besides its tokens."""
-        self._max_length = max_length
-        self._rows = rows
-        self._mapped = counts
-        self._segments = [_list_blocks(rows.column(name)) for name in ("document", "start", "stop")]
-        self._starts = _starts(rows.column("document"))
+    def __post_init__(self) -> None:
+        self._segments = [_list_blocks(self.table.column(name)) for name in ("document", "start", "stop")]
+        self._starts = _starts(self.table.column("document"))
 
     def __len__(self) -> int:
-        return int(self._rows.num_rows)
+        return int(self.table.num_rows)
 
     @property
     def is_large(self) -> bool:
         """Whether the rows are too many to be held in any form: counts are mapped, and an epoch's order is computed."""
-        return self._mapped is not None
+        return self.mapped is not None
 
     def with_columns(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
         """The same rows with more columns, each ``[documents of the split]``. Raises ValueError for another length."""
-        for name, values in columns.items():
-            if len(values) != len(self._documents):
-                raise ValueError(f"the column {name} has {len(values):,} values for {len(self._documents):,} documents")
-        both = {**self.columns, **columns}
-        return PackedRows(self._documents, self._rows, self._max_length, both, self._of_trained, self._mapped)
+        _require_length(columns, len(self.documents), "documents")
+        return replace(self, columns={**self.columns, **columns})
 
     def with_trained(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
         """The same rows with columns of trained targets, each ``[trained targets of all rows, ...]``, row after row.
 
         They may be mapped files: a row reads its own part. Raises ValueError for another length.
         """
-        for name, values in columns.items():
-            if len(values) != self._first_trained[-1]:
-                raise ValueError(
-                    f"the column {name} has {len(values):,} values for {self._first_trained[-1]:,} trained tokens"
-                )
-        both = {**self._of_trained, **columns}
-        return PackedRows(self._documents, self._rows, self._max_length, self.columns, both, self._mapped)
-
-    @property
-    def document_count(self) -> int:
-        """The documents of the split, those that no row holds too."""
-        return len(self._documents)
+        _require_length(columns, int(self._first_trained[-1]), "trained tokens")
+        return replace(self, of_trained={**self.of_trained, **columns})
 
     @property
     def document_numbers(self) -> npt.NDArray[np.int64]:
         """int64[segments of all rows]: the document of each segment, row after row."""
         numbers = [values[offsets[0] : offsets[-1]] for offsets, values in self._segments[0]]
         return np.concatenate([np.empty(0, dtype=np.int64), *numbers], dtype=np.int64, casting="unsafe")
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens that a row holds."""
-        return self._max_length
 
     @cached_property
     def tokens_per_row(self) -> npt.NDArray[np.int64]:
@@ -233,7 +209,7 @@ class PackedRows:
     @cached_property
     def documents_per_row(self) -> npt.NDArray[np.int64]:
         """int64[rows]: segments of each row: its documents, and pieces of documents."""
-        if self._mapped is not None:
+        if self.mapped is not None:
             return self._counts("documents")
         counts = [np.diff(offsets) for offsets, _ in self._segments[0]]
         return np.concatenate([np.empty(0, dtype=np.int64), *counts], dtype=np.int64)
@@ -245,10 +221,10 @@ class PackedRows:
 
     def fetch(self, row_ids: Iterable[int]) -> None:
         """Begin to fetch what of these rows is still in an object store alone, in their order, without waiting."""
-        if self._documents.blocks is not None and self._documents.blocks.missing:
+        if self.documents.blocks is not None and self.documents.blocks.missing:
             segments = (segment for i in row_ids for segment in self._segments_of(i))
-            spans = (self._documents.span(document, start, stop) for document, start, stop in segments)
-            self._documents.blocks.need(spans, wait=False)
+            spans = (self.documents.span(document, start, stop) for document, start, stop in segments)
+            self.documents.blocks.need(spans, wait=False)
 
     def _segments_of(self, i: int) -> list[tuple[int, int, int]]:
         """Document, start and stop of each segment of row i."""
@@ -262,22 +238,13 @@ class PackedRows:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         segments = self._segments_of(i)
-        parts = [self._documents.read(*segment) for segment in segments]
         numbers = np.array([document for document, _, _ in segments], dtype=np.int64)
-        return Row(
-            input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
-            trained=np.concatenate([trained for _, trained in parts]),
-            lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
-            documents=numbers,
-            columns={name: values[numbers] for name, values in self.columns.items()},
-            of_trained=self._trained_of(i),
-        )
-
-    def _trained_of(self, i: int) -> dict[str, npt.NDArray[Any]]:
-        if not self._of_trained:
-            return {}
+        columns = {name: values[numbers] for name, values in self.columns.items()}
+        row = _row([self.documents.read(*segment) for segment in segments], numbers, columns)
+        if not self.of_trained:
+            return row
         first, last = int(self._first_trained[i]), int(self._first_trained[i + 1])
-        return {name: np.array(values[first:last]) for name, values in self._of_trained.items()}
+        return replace(row, of_trained={name: np.array(values[first:last]) for name, values in self.of_trained.items()})
 
     @cached_property
     def _first_trained(self) -> npt.NDArray[np.int64]:
@@ -293,30 +260,31 @@ class PackedRows:
         partners = row.columns.get("partner")
         if partners is None:
             raise DataError("answers without labels have no partners", hint="prepare the data for a method of labels")
-        prompts = self._documents.prompt_tokens
-        parts: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]] = []
+        prompts = self.documents.prompt_tokens
+        parts: list[_Tokens] = []
         for own, other in zip(row.documents.tolist(), partners.tolist(), strict=True):
             count = int(prompts[own])
-            ids, trained = self._documents.read(own, 0, count)
-            stop = min(self._documents.length(other), int(prompts[other]) + self._max_length - count)
-            answer, learned = self._documents.read(other, int(prompts[other]), stop)
+            ids, trained = self.documents.read(own, 0, count)
+            stop = min(self.documents.length(other), int(prompts[other]) + self.max_length - count)
+            answer, learned = self.documents.read(other, int(prompts[other]), stop)
             parts.append((np.concatenate([ids, answer]), np.concatenate([trained, learned])))
-        return Row(
-            input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
-            trained=np.concatenate([trained for _, trained in parts]),
-            lengths=np.array([len(ids) for ids, _ in parts], dtype=np.int32),
-            documents=row.documents,
-            columns=row.columns,
-        )
+        return _row(parts, row.documents, row.columns)
 
     def __iter__(self) -> Iterator[Row]:
         return (self.row(i) for i in range(len(self)))
 
     def _counts(self, name: str) -> npt.NDArray[np.int64]:
-        if self._mapped is not None:
-            return self._mapped[:, COUNTS.index(name)]
-        chunks = [view(chunk) for chunk in self._rows.column(name).chunks]
+        if self.mapped is not None:
+            return self.mapped[:, COUNTS.index(name)]
+        chunks = [view(chunk) for chunk in self.table.column(name).chunks]
         return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64, casting="unsafe")
+
+
+def _row(parts: Sequence[_Tokens], documents: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> Row:
+    """The row of these segments, one after the other."""
+    ids, trained = zip(*parts, strict=True)
+    lengths = np.array([len(part) for part in ids], dtype=np.int32)
+    return Row(np.concatenate(ids, dtype=np.int64), np.concatenate(trained), lengths, documents, columns)
 
 
 @dataclass(frozen=True)
@@ -401,6 +369,12 @@ def row_counts(rows: Path) -> Path:
     return rows.with_name(rows.name.replace(".rows.arrow", ".counts.i64"))
 
 
+def _require_length(columns: Mapping[str, npt.NDArray[Any]], length: int, what: str) -> None:
+    for name, values in columns.items():
+        if len(values) != length:
+            raise ValueError(f"the column {name} has {len(values):,} values for {length:,} {what}")
+
+
 def _open_rows(path: Path, split: str, max_length: int, files: Mapping[str, Any]) -> PackedRows:
     documents = PreparedDocuments(path / f"{split}.documents.arrow")
     rows = open_stream(path / f"{split}.rows.arrow")
@@ -416,7 +390,7 @@ def _open_rows(path: Path, split: str, max_length: int, files: Mapping[str, Any]
     counts = None
     if (counted := row_counts(path / f"{split}.rows.arrow")).name in files:
         counts = np.asarray(np.memmap(counted, "<i8", "r", shape=(rows.num_rows, len(COUNTS))))
-    return PackedRows(documents, rows, max_length, columns, counts=counts)
+    return PackedRows(documents, rows, max_length, columns, mapped=counts)
 
 
 def view(array: pa.Array) -> npt.NDArray[Any]:

@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from tuner.config.methods import ExampleKind
 from tuner.data.building.encoded import bad_record, targets_of
-from tuner.data.encoding.compared import AnyEncoder, answers_of
+from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED, TrainOn
 from tuner.data.reading.block import RawRecord
+from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Conversation, Example
 from tuner.data.sources import SourceFile

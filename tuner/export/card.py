@@ -39,12 +39,9 @@ def lineage(source: ExportSource, manifest_sha256: str, options: Mapping[str, An
         "source": {
             "run": str(source.recipe.get("name") or source.run_dir.name),
             "step": source.step,
-            "tokens": state.get("tokens"),
-            "trained_tokens": state.get("trained_tokens"),
+            **{name: state.get(name) for name in ("tokens", "trained_tokens")},
             "manifest_sha256": manifest_sha256,
-            "data_key": meta.get("data_key"),
-            "tokenizer_hash": meta.get("tokenizer_hash"),
-            "frozen_hash": meta.get("frozen_hash"),
+            **{name: meta.get(name) for name in ("data_key", "tokenizer_hash", "frozen_hash")},
         },
         "data": meta.get("data") or {},
         "metrics": curve(source.run_dir, source.step),
@@ -107,7 +104,7 @@ def card(source: ExportSource, facts: Mapping[str, Any], is_adapter: bool, is_pa
     config = model.get("config") or {}
     config = config if "vocab_size" in config else config.get("text_config") or {}
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    environment.filters |= {"flow": flow, "one_line": _one_line}
+    environment.filters |= {"flow": flow, "one_line": _one_line, "figure": _figure}
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         facts=facts,
         base=source.hub_name,
@@ -115,7 +112,7 @@ def card(source: ExportSource, facts: Mapping[str, Any], is_adapter: bool, is_pa
         step=source.step,
         untouched=model.get("untouched"),
         quantized=facts.get("quantized_base"),
-        losses=_losses(facts["metrics"]),
+        lines={kind: {line["step"]: line for line in lines} for kind, lines in facts["metrics"].items()},
         new_tokens=len(source.new_ids),
         vocabulary=config.get("vocab_size") if source.new_ids else None,  # an adapter's base needs room for so many
         is_adapter=is_adapter,
@@ -126,19 +123,6 @@ def card(source: ExportSource, facts: Mapping[str, Any], is_adapter: bool, is_pa
         is_whole=bool(model.get("untouched")) and not facts["export"].get("text_only"),  # of a multimodal checkpoint
         has_template=source.head == "score" and _has_template(source.run_dir / TOKENIZER),
     )
-
-
-def _losses(metrics: Mapping[str, list[Mapping[str, Any]]]) -> list[list[str]]:
-    """The rows of the table of losses over the run; none where they were not kept."""
-    evaluated = {line["step"]: line.get("loss") for line in metrics["eval"]}
-    trained = {line["step"]: line for line in metrics["train"]}
-    rows = []
-    for step in sorted(evaluated.keys() | trained.keys()):
-        line = trained.get(step, {})
-        tokens = f"{line['tokens']:,}" if "tokens" in line else ""
-        figures = (_figure(line.get("loss")), _figure(evaluated.get(step)), _figure(line.get("lr"), ".3g"))
-        rows.append([f"{step:,}", tokens, *figures])
-    return rows
 
 
 def _figure(value: Any, form: str = ".4f") -> str:

@@ -222,7 +222,7 @@ def names_in_peft(trained: Trained) -> dict[str, str]:
     """What peft's files hold of an adapter: the trained tensors' names, by its own."""
     of_experts = expert_names(trained.adapted)
     names = {peft_name(of_experts.get(name, name)): name for name in sorted(trained.names)}
-    if trained.adapter is not None and (tied := tied_and_saved(trained.adapted, trained.adapter)):
+    if trained.adapter is not None and (tied := tied_and_saved(trained.adapted, trained.adapter.modules_to_save)):
         names[peft_name(f"{tied[1]}.weight")] = f"{tied[0]}.weight"
     return names
 

@@ -158,9 +158,7 @@ def resolve(
     if weights.kind == "ema" and not any(name.startswith(EMA_PREFIX) for name in found.checkpoint.index()):
         before = [step for step, _ in step_dirs(found.checkpoint.path.parent) if step < source.step]
         hint = "train with ema.decay: 0.999" + (", or average the last ones: --weights mean:2" if before else "")
-        raise RecipeError(
-            f"{found.checkpoint.path}: --weights ema: it holds no average of the weights", hint=hint
-        )
+        raise RecipeError(f"{found.checkpoint.path}: --weights ema: it holds no average of the weights", hint=hint)
     return source
 
 

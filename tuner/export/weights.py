@@ -119,9 +119,7 @@ def exact_names(source: ExportSource, plain: PreTrainedModel) -> set[str]:
 def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
     """A float32 model of this config with stock attention, whose parameters are allocated and hold nothing yet."""
     with transformers_private.no_init_weights():
-        model: PreTrainedModel = auto_model(head, config).from_config(
-            copy.deepcopy(config), dtype=torch.float32
-        )
+        model: PreTrainedModel = auto_model(head, config).from_config(copy.deepcopy(config), dtype=torch.float32)
     model.tie_weights()
     model.train(False)
     return model

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError, first_line
 from tuner.export.source import ExportSource
-from tuner.model.adapter import ADAPTER, LoraSpec, SavesModules, lora_layers, saved_modules
-from tuner.model.build import has_score, is_part
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
+from tuner.model.build import has_score, is_part, without_progress
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.peft_names import taken_for_experts
@@ -69,7 +68,7 @@ def write_adapter_config(
         facts = _facts_of_lora(adapted, spec, base[0])
     else:
         facts = _facts_of_peft(adapted, spec, base[0])
-    trained = _saved_modules(adapted, spec) | _new_tokens(adapted)
+    trained = _saved_modules(adapted, spec.modules_to_save) | _new_tokens(adapted)
     if lacking := sorted(trained.keys() - facts.keys()):
         kind = facts["peft_type"]
         raise RecipeError(f"peft has no {lacking[0]} with {kind}: all that was trained is in a merged export alone")
@@ -150,9 +149,9 @@ def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
     return {"trainable_token_indices": found} if found else {}
 
 
-def _saved_modules(model: PreTrainedModel, lora: SavesModules) -> dict[str, Any]:
+def _saved_modules(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, Any]:
     """What peft's config says of modules trained in full; tied ones stay one tensor where it is asked to."""
-    saved, tied = set(saved_modules(model, lora)), tied_and_saved(model, lora)
+    saved, tied = set(saved_modules(model, patterns)), tied_and_saved(model, patterns)
     if not saved:
         return {}
     if tied is None:
@@ -160,16 +159,16 @@ def _saved_modules(model: PreTrainedModel, lora: SavesModules) -> dict[str, Any]
     return {"modules_to_save": sorted((saved | {tied[1]}) - {tied[0]}), "ensure_weight_tying": True}
 
 
-def tied_and_saved(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
+def tied_and_saved(model: PreTrainedModel, patterns: Sequence[str]) -> tuple[str, str] | None:
     """Names of the input and the output embeddings where they are one tensor that is trained in full.
 
     peft wants that twice, and reads both names.
     """
-    if not lora.modules_to_save or has_score(model):
+    if not patterns or has_score(model):
         return None
     names = {module: name for name, module in model.named_modules()}
     source, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if source.weight is not output.weight or not set(saved_modules(model, lora)) & {names[source], names[output]}:
+    if source.weight is not output.weight or not set(saved_modules(model, patterns)) & {names[source], names[output]}:
         return None
     return names[source], names[output]
 
@@ -215,19 +214,10 @@ def write_generation_config(directory: Path, source: ExportSource, config: Pretr
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no remarks of transformers and peft inside the block."""
-    logging: Any = transformers_logging
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
+    with without_progress(reports=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -146,9 +146,7 @@ def _refuse_pattern(one: Matched, key: str, pattern: str, names: Sequence[str]) 
     near = nearest(pattern, names) if "." in pattern else nearest(pattern, parts)
     shown = near or list(names)[:SHOWN]
     what = "did you mean" if near else "its first names are"
-    one.refuse(
-        f"{pattern!r} means none of the tensors of {one.source.path}", f"{what} {listed(shown)}", key
-    )
+    one.refuse(f"{pattern!r} means none of the tensors of {one.source.path}", f"{what} {listed(shown)}", key)
 
 
 def _give_whole(one: Matched, target: InitTarget, places: Mapping[str, list[str]]) -> None:

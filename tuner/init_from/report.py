@@ -8,10 +8,7 @@ from tuner.init_from.plan import Gift, InitPlan, Matched
 from tuner.init_from.target import TargetTensor
 
 WHAT = {
-    "whole": "taken",
-    "rows": "taken, first rows",
-    "assembled": "taken, put together",
-    "merged": "taken, adapter merged",
+    "whole": "taken", "rows": "taken, first rows", "assembled": "taken, put together", "merged": "taken, adapter merged"
 }
 
 

@@ -104,8 +104,7 @@ def open_source(path: Path, hashes: bool) -> WeightSource:
     config = read_json(found.path / "config.json")
     if config.get("quantization_config"):
         raise RecipeError(
-            f"{found.path}: its weights are codes of a quantised model",
-            hint="take the model that it was made of",
+            f"{found.path}: its weights are codes of a quantised model", hint="take the model that it was made of"
         )
     tensors = _readable(stored_tensors(found.path))
     if not tensors:

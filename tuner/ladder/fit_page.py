@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from tuner.ladder import score
 from tuner.ladder.charts import Chart, Series, chart
@@ -47,7 +48,7 @@ def fit_page(title: str, found: Forecast) -> str:
         "rungs": list(by_rung(fit.points)),
         "notes": found.notes,
     }
-    return filled(_TEMPLATE, _without_nan(data))
+    return filled(_TEMPLATE, to_jsonable_python(data, inf_nan_mode="null"))  # JSON has no infinity and no NaN
 
 
 def figures_of(found: Forecast) -> dict[str, Any]:
@@ -107,15 +108,6 @@ def _parameter(one: Parameter) -> dict[str, Any]:
 def shown_parameter(name: str, value: float) -> str:
     """A parameter in few figures; factors are as large as powers of N and D are."""
     return short(value) if name in ("A", "B") and value >= 1e4 else f"{value:.4g}"
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 PLACES = 60

@@ -16,7 +16,7 @@ import numpy as np
 
 from tuner.errors import DataError, counted
 from tuner.ladder.points import Axis, Point, Size, short
-from tuner.ladder.robust import CurveValues, Floats
+from tuner.ladder.robust import CurveFamily, CurveValues, Floats
 
 LETTERS: dict[Axis, str] = {"parameters": "A", "tokens": "B"}
 SYMBOLS: dict[Axis, str] = {"parameters": "N", "tokens": "D"}
@@ -93,7 +93,7 @@ class LawForm:
         lowest, highest = float(losses.min()), float(losses.max())
         low = [lowest + math.log(LEAST_SHARE), *[lowest - 12.0] * terms, *[LEAST_EXPONENT] * terms]
         high = [highest, *[highest + 3.0] * terms, *[MOST_EXPONENT] * terms]
-        return LawCurve(design, np.array(low), np.array(high))
+        return LawCurve(np.array(low), np.array(high), design)
 
     def natural(self, parameters: Floats) -> Floats:
         """E, A, B, a, b from the parameters of the curve (B, parameters): factors are those of N and D uncentred."""
@@ -105,12 +105,10 @@ class LawForm:
 
 
 @dataclass(frozen=True)
-class LawCurve:
+class LawCurve(CurveFamily):
     """log L over a design (points, terms); parameters are e, then one A' and then one a for each term."""
 
     design: Floats
-    low: Floats
-    high: Floats
 
     def at(self, parameters: Floats) -> CurveValues:
         """log L and its derivatives."""

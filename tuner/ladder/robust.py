@@ -5,8 +5,8 @@ loss is minimised by quadratics that lie above it and touch it at the newest par
 step makes it larger: Huber and Ronchetti, Robust Statistics, 2009, section 7.8.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +27,18 @@ class CurveValues:
     derivatives: Floats
 
 
-class CurveFamily(Protocol):
+@dataclass(frozen=True)
+class CurveFamily(ABC):
     """A family of curves over the points, with the range in which each parameter may lie."""
 
-    @property
-    def low(self) -> Floats:
-        """The least value of each parameter."""
-        ...
+    low: Floats
+    """The least value of each parameter."""
+    high: Floats
+    """The largest value of each parameter."""
 
-    @property
-    def high(self) -> Floats:
-        """The largest value of each parameter."""
-        ...
-
+    @abstractmethod
     def at(self, parameters: Floats) -> CurveValues:
         """The values for parameters (B, parameters)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ what a loss is worth does not depend on how it was reached.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Estimate, Noise, Parameter, Settings, best_fit, bootstrap
 from tuner.ladder.points import Point, require_figure, with_figure
-from tuner.ladder.robust import CurveValues, Floats
+from tuner.ladder.robust import CurveFamily, CurveValues, Floats
 
 NAMES = ("middle", "k", "floor", "ceiling")
 NEEDED = 6
@@ -27,12 +27,10 @@ FLATTEST, STEEPEST = 0.1, 50.0
 
 
 @dataclass(frozen=True)
-class Sigmoid:
+class Sigmoid(CurveFamily):
     """Scores over standardised losses (points,); parameters are middle, log k, floor, ceiling."""
 
     losses: Floats
-    low: Floats
-    high: Floats
 
     def at(self, parameters: Floats) -> CurveValues:
         """Scores and their derivatives."""
@@ -72,7 +70,7 @@ class ScoreFit:
 
     def _scores(self, parameters: Floats, losses: Floats) -> Floats:
         standard = (losses - self.centre) / self.spread
-        return Sigmoid(standard, self.curve.low, self.curve.high).at(parameters).values
+        return replace(self.curve, losses=standard).at(parameters).values
 
 
 def fit_score(points: Sequence[Point], loss: str, figure: str, settings: Settings, chance: float | None) -> ScoreFit:
@@ -131,7 +129,7 @@ def _curve(losses: Floats, chance: float | None) -> Sigmoid:
     least, most = (0.0, 1.0) if chance is None else (chance, chance)
     low = [float(losses.min()) - 6, math.log(FLATTEST), least, 0.0]
     high = [float(losses.max()) + 3, math.log(STEEPEST), most, 1.0]
-    return Sigmoid(losses, np.array(low), np.array(high))
+    return Sigmoid(np.array(low), np.array(high), losses)
 
 
 def _starts(losses: Floats, scores: Floats, chance: float | None) -> Floats:

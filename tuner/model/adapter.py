@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -20,16 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.model.adaptable import (
-    READ,
-    SWITCH,
-    add_in_product,
-    exact_weight,
-    held_tensor,
-    is_linear,
-    not_adaptable,
-    takes_product,
-)
+from tuner.model import adaptable
 from tuner.model.adapted_products import take_together
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
@@ -38,15 +29,6 @@ from tuner.model.wrap import Wrapper, wrappers_of
 from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"
-
-
-class SavesModules(Protocol):
-    """An adapter besides which modules are trained in full."""
-
-    @property
-    def modules_to_save(self) -> Sequence[str]:
-        """Names or globs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     layers that peft would not adapt.
     """
     on_meta = next(model.parameters()).device.type == "meta"
-    saved = saved_modules(model, spec)
+    saved = saved_modules(model, spec.modules_to_save)
     targets = _target_names(model, spec, saved)
     config = spec.peft_config(_shortest(model, targets), has_score(model))
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
@@ -122,14 +104,14 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         )
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
-            weight = exact_weight(layer.get_base_layer())
+            weight = adaptable.exact_weight(layer.get_base_layer())
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
             continue
         if isinstance(layer.lora_dropout[ADAPTER], nn.Identity):
             _leave_input(layer)
-        if takes_product(layer, ADAPTER):
-            add_in_product(layer)
+        if adaptable.takes_product(layer, ADAPTER):
+            adaptable.add_in_product(layer)
     take_together(model, ADAPTER)
     model.eval()
 
@@ -244,7 +226,7 @@ def require_used(
     layers = dict(adapter_layers(model))
     running = {name: layer for name, layer in layers.items() if runs is None or runs(name)}
     _require_experts_called(model, logits, runs)
-    bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
+    bad = adaptable.not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
     for name, why in bad.items():
         raise _not_adaptable(layers, bad, name, why)
     in_both = (True, False) if running.keys() - set(evaluated) else (True,)
@@ -263,9 +245,7 @@ def require_used(
             )
 
 
-def _require_called(
-    model: nn.Module, layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _require_called(model: nn.Module, layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Check that each layer is called, or that nothing reads its weight; returns the logits. Raises RecipeError."""
 
     def seeded() -> torch.Tensor:
@@ -276,8 +256,8 @@ def _require_called(
     with calls(model) as called:
         before = seeded()
     for name, layer in layers.items():
-        if name not in called and _is_read(held_tensor(layer.get_base_layer()), before, seeded):
-            raise _not_adaptable(layers, (name,), name, READ)
+        if name not in called and _is_read(adaptable.held_tensor(layer.get_base_layer()), before, seeded):
+            raise _not_adaptable(layers, (name,), name, adaptable.READ)
     return before
 
 
@@ -316,14 +296,14 @@ def _not_adaptable(layers: Iterable[str], bad: Iterable[str], name: str, why: st
     )
 
 
-def saved_modules(model: PreTrainedModel, spec: SavesModules) -> list[str]:
-    """Full names of the modules that are trained in full; outermost ones only.
+def saved_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
+    """Full names of the modules that are trained in full, by names or globs; outermost ones only.
 
     A module that shares its weight with another stands for both: they stay one tensor. A reward model's score is one
     of them whether it is named or not.
     """
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    chosen = select(spec.modules_to_save, owning, "adapter.modules_to_save")
+    chosen = select(patterns, owning, "adapter.modules_to_save")
     if has_score(model):
         head = [name for name, module in model.named_modules() if module is head_layer(model)]
         chosen = [*chosen, *head]
@@ -332,7 +312,7 @@ def saved_modules(model: PreTrainedModel, spec: SavesModules) -> list[str]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that an adapter may adapt, by name."""
-    return {name: module for name, module in model.named_modules() if is_linear(module)}
+    return {name: module for name, module in model.named_modules() if adaptable.is_linear(module)}
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -381,10 +361,10 @@ def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterato
 
 def _switch_of(module: nn.Module) -> torch.Tensor:
     """The number of a module; made when it is first asked for, which is before the module's program is."""
-    found: torch.Tensor | None = getattr(module, SWITCH, None)
+    found: torch.Tensor | None = getattr(module, adaptable.SWITCH, None)
     if found is None:
         found = torch.ones((), device=next(module.parameters()).device)
-        setattr(module, SWITCH, found)
+        setattr(module, adaptable.SWITCH, found)
     return found
 
 
@@ -448,7 +428,7 @@ def refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
     """Adapted layers that share their weight with another module, and that one: merging would change both."""
-    weights = {id(held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
+    weights = {id(adaptable.held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
     return {
         weights[id(weight)]: name.removesuffix(".weight")
         for name, weight in model.named_parameters(remove_duplicate=False)
@@ -459,7 +439,7 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
 def _adaptable(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
     """Names of all linear layers but the output layer and those that cannot be adapted, which a warning names once."""
     inside = {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
-    bad = not_adaptable(model, inside)
+    bad = adaptable.not_adaptable(model, inside)
     if bad and next(model.parameters()).device.type != "meta":
         reasons = {why: sorted(_last_parts(name for name, each in bad.items() if each == why)) for why in bad.values()}
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())

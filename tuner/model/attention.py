@@ -18,7 +18,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from tuner.model.blocked_attention import attend_documents, attend_with_sinks, band, plan_blocks
+from tuner.model.blocked_attention import attend_in_blocks, band, plan_blocks
 from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
 from tuner.model.native.library import TYPES
@@ -131,13 +131,8 @@ def packed_attention(
         query = (query * factor).to(query.dtype)
         bias = _scaled(bias, factor)
     asked = _Asked(
-        options.get("sliding_window") or getattr(module, "tuner_window", None),
-        options.get("dropout", 0.0),
-        options.get("scaling"),
-        options.get("softcap") or 0.0,
-        getattr(module, "tuner_chunk", 0),
-        sink,
-        bias,
+        options.get("sliding_window") or getattr(module, "tuner_window", None), options.get("dropout", 0.0),
+        options.get("scaling"), options.get("softcap") or 0.0, getattr(module, "tuner_chunk", 0), sink, bias,
     )
     observer = getattr(module, "tuner_observer", None)
     if observer is not None and isinstance(documents, Documents):
@@ -207,10 +202,8 @@ def _packed(tensors: tuple[torch.Tensor, ...], documents: Documents, asked: _Ask
         output = cuda_attention.attend(query, key, value, documents, window, scale, asked.cap, sink)
     elif native and not asked.cap and all(tensor.dtype in TYPES for tensor in tensors):
         output = native_attention(query, key, value, documents.host, window, scale, sink)[0]
-    elif sink is not None:
-        output = attend_with_sinks(query, key, value, documents.host, window, scale, asked.cap, sink)[0]
     else:
-        output = attend_documents(query, key, value, documents.host, window, scale, asked.cap)
+        output = attend_in_blocks(query, key, value, documents, window, scale, asked.cap, sink)
     return output
 
 
@@ -232,11 +225,7 @@ def _each_alone(tensors: tuple[torch.Tensor, ...], bounds: torch.Tensor, asked: 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(
-    tensors: tuple[torch.Tensor, ...],
-    sizes: tuple[tuple[int, ...], ...],
-    asked: _Asked,
-) -> torch.Tensor:
+def _one_by_one(tensors: tuple[torch.Tensor, ...], sizes: tuple[tuple[int, ...], ...], asked: _Asked) -> torch.Tensor:
     """Torch's own attention for each document; of query, key and value so many positions each are its own."""
     parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
     queries, keys, _ = sizes
@@ -277,14 +266,8 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
     if asked.has_scores:
         return _by_scores(query, key, value, asked, bias, mask)
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=asked.dropout,
-        is_causal=mask is None and n_query > 1,
-        scale=asked.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, dropout_p=asked.dropout, is_causal=mask is None and n_query > 1,
+        scale=asked.scaling, enable_gqa=query.shape[1] != key.shape[1],
     )
 
 

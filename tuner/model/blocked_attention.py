@@ -6,14 +6,15 @@ pass, which makes the scores again (Dao et al., 2022). On a CPU, where torch's o
 time between the products, this is 2 to 3 times faster than calling it for each document.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from tuner.model.attention_ops import Gradients, new_results, register_backward
+from tuner.model.attention_ops import new_results, register_backward
+from tuner.model.documents import Documents
 from tuner.runtime.torch_private import softmax_backward
 
 BLOCK_QUERIES = 192
@@ -104,17 +105,9 @@ def attend_documents(
     ``bounds`` int32 ``[documents + 1]`` lies on the CPU. A query sees ``window`` tokens, all before it for 0. A
     ``cap`` above 0 bends scores s to cap·tanh(s/cap).
     """
-    n_kv, n_tokens, width = value.shape
-    n_group, dtype = query.shape[0] // n_kv, value.dtype
-    output = value.new_empty(n_tokens, n_kv, n_group, width)
     work = _Work(query, key, bounds, window, scale, cap)
-    outputs = output.permute(1, 0, 2, 3).split(work.sizes, 1)
-    with _exact_accumulation(query):
-        for block, queries, part in zip(work.blocks, work.per_block(work.query), outputs, strict=True):
-            share, _ = work.share(block, queries)
-            mixed = torch.bmm(share.to(dtype), value.narrow(1, block.first, block.end - block.first))
-            part.copy_(mixed.unflatten(1, (-1, n_group)))
-    return output.flatten(1, 2)
+    of_blocks = zip(work.blocks, work.per_block(work.query), strict=True)
+    return work.mix((work.share(block, queries)[0] for block, queries in of_blocks), value)
 
 
 @torch.library.custom_op("tuner::attend_with_sinks", mutates_args=())
@@ -133,21 +126,18 @@ def attend_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are 
     The second result is the logarithm of the normaliser, ``[heads, T]`` in float32 (float64 for float64), the sink in
     it: from that the backward pass makes the shares.
     """
-    n_kv, n_tokens, width = value.shape
-    n_group, dtype = query.shape[0] // n_kv, value.dtype
-    output = value.new_empty(n_tokens, n_kv, n_group, width)
     work = _Work(query, key, bounds, window, scale, cap)
-    normaliser = work.query.new_empty(n_kv, n_tokens, n_group)
-    outputs, normals = output.permute(1, 0, 2, 3).split(work.sizes, 1), normaliser.split(work.sizes, 1)
-    sinks = sink.to(normaliser.dtype).view(n_kv, 1, n_group)
-    with _exact_accumulation(query):
-        for block, queries, part, normal in zip(work.blocks, work.per_block(work.query), outputs, normals, strict=True):
+    normaliser = work.query.new_empty(work.query.shape[:3])
+    sinks = sink.to(normaliser.dtype).view(len(key), 1, work.group)
+
+    def shares() -> Iterator[torch.Tensor]:
+        normals = normaliser.split(work.sizes, 1)
+        for block, queries, normal in zip(work.blocks, work.per_block(work.query), normals, strict=True):
             scores, _ = work.scores(block, queries)
-            normal.copy_(torch.logaddexp(torch.logsumexp(scores, -1).unflatten(1, (-1, n_group)), sinks))
-            share = scores.sub_(normal.flatten(1, 2).unsqueeze(-1)).exp_()
-            mixed = torch.bmm(share.to(dtype), value.narrow(1, block.first, block.end - block.first))
-            part.copy_(mixed.unflatten(1, (-1, n_group)))
-    return output.flatten(1, 2), normaliser.transpose(1, 2).flatten(0, 1).contiguous()
+            normal.copy_(torch.logaddexp(torch.logsumexp(scores, -1).unflatten(1, (-1, work.group)), sinks))
+            yield scores.sub_(normal.flatten(1, 2).unsqueeze(-1)).exp_()
+
+    return work.mix(shares(), value), normaliser.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 @torch.library.custom_op("tuner::attend_documents_backward", mutates_args=())
@@ -237,6 +227,16 @@ class _Work:
         masked.unflatten(1, (-1, self.group)).add_(block.mask)
         return scores, bent
 
+    def mix(self, shares: Iterable[torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        """Values by each block's shares, which are made here one after the other: ``[T, heads, d_value]``."""
+        output = value.new_empty(value.shape[1], len(value), self.group, value.shape[2])
+        outputs = output.permute(1, 0, 2, 3).split(self.sizes, 1)
+        with _exact_accumulation(value):
+            for block, share, part in zip(self.blocks, shares, outputs, strict=True):
+                mixed = torch.bmm(share.to(value.dtype), value.narrow(1, block.first, block.end - block.first))
+                part.copy_(mixed.unflatten(1, (-1, self.group)))
+        return output.flatten(1, 2)
+
 
 @contextmanager
 def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
@@ -280,22 +280,30 @@ def _differentiate(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | Non
 attend_documents.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _backward_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    upstream: torch.Tensor,
+attend_with_sinks.register_fake(new_results)
+register_backward(
+    attend_with_sinks,
+    # The shares are made of the normaliser with the sink in it: the output is what only the sink's gradient needs.
+    lambda upstream, query, key, value, output, normaliser, bounds, window, scale, cap: _backward(
+        upstream, query, key, value, bounds, window, scale, cap, normaliser
+    ),
+)
+
+
+def attend_in_blocks(  # noqa: PLR0913, PLR0917 - what the operations are given
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
+    documents: Documents,
     window: int,
     scale: float,
     cap: float,
-) -> Gradients:
-    # The shares are made of the normaliser with the sink in it: the output is what only the sink's gradient needs.
-    gradients: Gradients = _backward(upstream, query, key, value, bounds, window, scale, cap, normaliser)
-    return gradients
-
-
-attend_with_sinks.register_fake(new_results)
-register_backward(attend_with_sinks, _backward_with_sinks)
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the operation gives that takes such sinks, or none."""
+    output: torch.Tensor
+    if sink is None:
+        output = attend_documents(query, key, value, documents.host, window, scale, cap)
+    else:
+        output, _ = attend_with_sinks(query, key, value, documents.host, window, scale, cap, sink)
+    return output

@@ -116,11 +116,7 @@ _keeps = True
 
 
 def apply_recompute(
-    root: CausalLM,
-    level: Level,
-    n_layers: int | None = None,
-    compiled: bool = False,
-    modules: Sequence[str] = (),
+    root: CausalLM, level: Level, n_layers: int | None = None, compiled: bool = False, modules: Sequence[str] = ()
 ) -> None:
     """Recompute ``n_layers`` decoder layers, evenly spread, or all of them, in place; before sharding.
 
@@ -319,9 +315,7 @@ def _note_routers(block: nn.Module, kind: Wrapper) -> None:
     wrap(block, kind, run)
 
 
-def _wrap(
-    block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]
-) -> None:
+def _wrap(block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]) -> None:
     """Have a layer run ``instead`` of its forward where that is ``wanted``."""
     forward = block.forward
 

@@ -15,36 +15,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import huggingface_hub
 import torch
+import transformers
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
+from tuner.model import transformers_private as private
 from tuner.model.attention import tell_attention
 from tuner.model.stored import index_names, stored_in
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
-from tuner.model.transformers_private import (
-    WeightReader,
-    compute_buffers,
-    decoder_classes,
-    forget_attention,
-    from_config,
-    kept_in_float32,
-    options_to_read,
-    plain_config,
-    takes_our_attention,
-)
 from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
 from tuner.model.weight_files import vet_weights, weight_files
 
@@ -66,7 +50,7 @@ class BaseQuantizer(Protocol):
     def kind(self) -> "Kind":
         """What weights become."""
 
-    def reader(self, name_or_path: str, revision: str | None) -> WeightReader:
+    def reader(self, name_or_path: str, revision: str | None) -> private.WeightReader:
         """What is given the weights of a model's files one by one."""
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -102,7 +86,7 @@ def model_config(spec: ModelSpec) -> PretrainedConfig:
 def _own_config(spec: ModelSpec) -> PretrainedConfig:
     with _clear_errors(spec):
         vet_config(spec.name_or_path, spec.revision, None if spec.quantize is None else spec.quantize.kind)
-        config: PretrainedConfig = AutoConfig.from_pretrained(
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             spec.name_or_path, revision=spec.revision, trust_remote_code=False
         )
     vars(config).pop(QUANTIZATION, None)  # of files that are read as codes: the model says nothing of it
@@ -126,7 +110,7 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
     config.use_cache = False
     if hasattr(config, "rescale_every"):
         config.rescale_every = 0  # RWKV's, for float16: in evaluation it divides its weights in place, the twin's too
-    forget_attention(config)  # what the file names is for whoever wrote it
+    private.forget_attention(config)  # what the file names is for whoever wrote it
     if spec.head == "score":
         from tuner.model.score import require_scores
 
@@ -179,8 +163,7 @@ def _following(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, 
         return None if hidden is None or heads is None or hidden % heads else hidden // heads
 
     follows: dict[str, Callable[[bool], int | None]] = {
-        "head_dim": width,
-        "num_key_value_heads": partial(value, "num_attention_heads"),
+        "head_dim": width, "num_key_value_heads": partial(value, "num_attention_heads")
     }
     found = {}
     for key, rule in follows.items():
@@ -221,24 +204,18 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     own = _own_config(spec)
     with _clear_errors(spec):
         vet_weights(spec.name_or_path, spec.revision)
-    reader: WeightReader | None = None
+    reader: private.WeightReader | None = None
     if spec.quantize is not None:
         reader = spec.quantize.reader(spec.name_or_path, spec.revision)
     renamed = None
     if spec.unread is not None and reader is None and (renamed := _left_aside(spec, spec.unread, own, dtype)):
         reader = spec.unread
     takes_all = spec.head == "tokens" and grown.get_text_config() is grown and not renamed
-    with _clear_errors(spec), _without_progress(reports=takes_all):
+    with _clear_errors(spec), without_progress(reports=takes_all):
         load = partial(
-            auto.from_pretrained,
-            spec.name_or_path,
-            revision=spec.revision,
-            config=own,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **({} if reader is None else options_to_read(reader)),
+            auto.from_pretrained, spec.name_or_path, revision=spec.revision, config=own, dtype=dtype,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            **({} if reader is None else private.options_to_read(reader)),
             **({"key_mapping": renamed} if renamed else {}),
         )
         model, report = _attending(own, load)
@@ -281,7 +258,7 @@ def fetch_weights(spec: ModelSpec) -> None:
     name = spec.name_or_path
     if spec.random_init or huggingface_hub.constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
         return
-    with _clear_errors(spec), _without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
+    with _clear_errors(spec), without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
         try:
             huggingface_hub.hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
         except EntryNotFoundError:
@@ -325,7 +302,7 @@ def decoder_blocks(model: PreTrainedModel, needed_by: str = "sharding over proce
     is a part of a layer that is named besides it, as Mamba's mixers are: it would be wrapped twice.
     FSDP2 puts its own name before that of the class of a unit.
     """
-    names, embedding = decoder_classes(model), model.get_input_embeddings()
+    names, embedding = private.decoder_classes(model), model.get_input_embeddings()
     named = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     blocks = [module for module in named if not any(part is embedding for part in module.modules())]
     inside = {part for block in blocks for part in block.modules() if part is not block}
@@ -349,8 +326,8 @@ def auto_model(head: Head, config: PretrainedConfig, whole: bool = False) -> Any
 
             if whole_class(config) is not None:
                 return whole_auto(config) if whole else language_model_class(config)
-        return AutoModelForCausalLM
-    return AutoModelForSequenceClassification
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForSequenceClassification
 
 
 def is_part(model: nn.Module) -> bool:
@@ -378,11 +355,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
-def generation_config(spec: ModelSpec, config: PretrainedConfig) -> GenerationConfig:
+def generation_config(spec: ModelSpec, config: PretrainedConfig) -> transformers.GenerationConfig:
     """The model's generation config, or one derived from its config where it ships none."""
     with contextlib.suppress(OSError):
-        return GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
-    return GenerationConfig.from_model_config(config)
+        return transformers.GenerationConfig.from_pretrained(spec.name_or_path, revision=spec.revision or "main")
+    return transformers.GenerationConfig.from_model_config(config)
 
 
 def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
@@ -390,13 +367,13 @@ def _attending(config: PretrainedConfig, make: Callable[..., Any]) -> Any:
 
     Where it does not, or looks an implementation up in a table of its own, it is made with what the class chooses.
     """
-    if takes_our_attention(config):
+    if private.takes_our_attention(config):
         try:
             return make(attn_implementation=_packed(config))
         except KeyError as error:
             if error.args != (attention.PACKED,):
                 raise
-            forget_attention(config)
+            private.forget_attention(config)
     return make()
 
 
@@ -412,7 +389,7 @@ def _packed(config: PretrainedConfig) -> str | dict[str, str]:
 
 def _finished(model: PreTrainedModel, quantize: BaseQuantizer | None = None) -> PreTrainedModel:
     _exact_constants(model)
-    for tensor in kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
+    for tensor in private.kept_in_float32(model).values():  # as files are loaded; what is made of a config has one type
         if tensor.dtype in _HALF:
             tensor.data = tensor.data.float()
     model.config.use_cache = False
@@ -434,7 +411,7 @@ def _leave_untrained(model: PreTrainedModel) -> None:
     if not _UNTRAINED.search(inspect.getsource(sys.modules[type(model).__module__])):
         return
     with torch.device("meta"):
-        made = from_config(model, plain_config(model.config), dtype=torch.float32)
+        made = private.from_config(model, private.plain_config(model.config), dtype=torch.float32)
     untrained = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in untrained:
@@ -452,12 +429,12 @@ def _exact_constants(model: PreTrainedModel) -> None:
     if not rounded:
         return
     with torch.device("meta"):
-        always = _half_constants(from_config(model, plain_config(model.config), dtype=torch.float32))
+        always = _half_constants(private.from_config(model, private.plain_config(model.config), dtype=torch.float32))
     for name in sorted(rounded.keys() - always.keys()):
         rounded[name].data = rounded[name].data.float()
         module = model.get_submodule(name.rpartition(".")[0])
         if not rounded[name].is_meta:
-            compute_buffers(model, module)
+            private.compute_buffers(model, module)
 
 
 def _half_constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -520,7 +497,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _without_progress(reports: bool = True) -> Iterator[None]:
+def without_progress(reports: bool = True) -> Iterator[None]:
     """Within, transformers shows no bars and, without ``reports``, not what of the files it does not take."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

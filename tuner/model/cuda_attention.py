@@ -8,7 +8,7 @@ import torch
 from tuner.model import flash4_attention as flash4
 from tuner.model import flash_attention as flash
 from tuner.model import triton_attention as by_triton
-from tuner.model.blocked_attention import attend_documents, attend_with_sinks
+from tuner.model.blocked_attention import attend_in_blocks
 from tuner.model.documents import Documents
 from tuner.runtime.device import AMPERE, generation, is_traced, triton_problem
 
@@ -66,9 +66,7 @@ def way_and_reason(  # noqa: PLR0917 - what all of them depend on
     return "triton", f"tuner's Triton kernel: {why}"
 
 
-@cache
-def _triton_problem() -> str | None:
-    return triton_problem()
+_triton_problem = cache(triton_problem)
 
 
 def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
@@ -97,8 +95,6 @@ def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
         output = flash.with_number(query, key, value, documents, window, scale)
     elif way == "triton":
         output, _ = by_triton.triton_attention(query, key, value, bounds, longest, window, scale, cap, sink)
-    elif sink is not None:
-        output, _ = attend_with_sinks(query, key, value, documents.host, window, scale, cap, sink)
     else:
-        output = attend_documents(query, key, value, documents.host, window, scale, cap)
+        output = attend_in_blocks(query, key, value, documents, window, scale, cap, sink)
     return output

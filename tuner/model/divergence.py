@@ -11,7 +11,7 @@ time; normalisers, logarithms and gradients are float32, or float64 for float64 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -47,27 +47,6 @@ class Comparison(NamedTuple):
     """[n]"""
 
 
-class Taught(Protocol):
-    """What is known of the teacher at the positions of a chunk."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Of how many tokens, from the first, it has probabilities."""
-        ...
-
-    def compare(self, at: slice, log_s: torch.Tensor, targets: torch.Tensor, how: Distillation) -> Comparison:
-        """The student's ``log_s`` ``[n, shared vocabulary]``, at the temperature, against it at these positions."""
-        ...
-
-
-class TeacherLogits(Protocol):
-    """What is known of a teacher at N positions."""
-
-    def chunk(self, span: slice) -> Taught:
-        """That of some of them."""
-        ...
-
-
 def divergence(log_s: torch.Tensor, log_t: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The divergence ``[n]`` of distributions over the same classes, and its slopes by ``log_s`` ``[n, classes]``.
 
@@ -95,8 +74,8 @@ class WholeTeacher:
     hidden: torch.Tensor
     head: OutputLayer
 
-    def chunk(self, span: slice) -> Taught:
-        """Its logits."""
+    def chunk(self, span: slice) -> "_Logits":
+        """Those of some positions."""
         return _Logits(self.logits(span))
 
     def logits(self, span: slice) -> torch.Tensor:
@@ -114,9 +93,11 @@ class _Logits:
 
     @property
     def vocabulary(self) -> int:
+        """Of how many tokens, from the first, it has probabilities."""
         return self.logits.shape[1]
 
     def compare(self, at: slice, log_s: torch.Tensor, targets: torch.Tensor, how: Distillation) -> Comparison:
+        """The student's ``log_s`` ``[n, shared vocabulary]``, at the temperature, against it at these positions."""
         logits = self.logits[at, : log_s.shape[1]].to(log_s.dtype)
         log_t = _log_softmax(logits, how.temperature)
         found, slopes = divergence(log_s, log_t, how.beta)
@@ -165,13 +146,13 @@ class TopTeacher:
     vocabulary: int
     tail: Tail = "rest"
 
-    def chunk(self, span: slice) -> Taught:
+    def chunk(self, span: slice) -> "TopTeacher":
         """That of some positions."""
         rows = {name: getattr(self, name)[span] for name in ("log_p", "rest", "next")}
         return replace(self, ids=self.ids[span].long(), **rows)
 
     def compare(self, at: slice, log_s: torch.Tensor, targets: torch.Tensor, how: Distillation) -> Comparison:
-        """As :class:`Taught`: with the classes of the k tokens and, where there are others, one of all these."""
+        """The student against it: with the classes of the k tokens and, where there are others, one of all these."""
         ids, log_p, rest = self.ids[at], self.log_p[at].to(log_s), self.rest[at].to(log_s)
         tail = rest.exp()
         if self.tail == "renormalise":
@@ -188,6 +169,12 @@ class TopTeacher:
             gradient.addcmul_((others - own_rest).exp_(), slopes[:, -1:])
         gradient.scatter_add_(1, ids, slopes[:, : ids.shape[1]])
         return Comparison(found, gradient, -self.next[at].to(log_s), ids[:, 0], tail)
+
+
+TeacherLogits = WholeTeacher | TopTeacher
+"""What is known of a teacher at N positions."""
+Taught = _Logits | TopTeacher
+"""That at those of a chunk."""
 
 
 def distil(

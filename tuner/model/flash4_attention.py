@@ -107,12 +107,8 @@ def _gradients(upstream: torch.Tensor, heads: QueryKeyValue, made: Results, aske
     width = given.value.shape[2]
     # The sum over a query's gradient is taken in the order in which blocks finish, unless it is to be the same twice.
     grads = private_attribute(_package(), "_flash_attn_bwd", _NEED)(
-        *given,
-        wide(made.output, width),
-        wide(upstream.to(heads.value.dtype), width).contiguous(),
-        made.normaliser.contiguous(),
-        softcap=asked.cap,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        *given, wide(made.output, width), wide(upstream.to(heads.value.dtype), width).contiguous(),
+        made.normaliser.contiguous(), softcap=asked.cap, deterministic=torch.are_deterministic_algorithms_enabled(),
         **_options(asked),
     )
     found = [ungrouped(grad, tensor) for grad, tensor in zip(grads[:3], heads, strict=True)]

@@ -85,17 +85,8 @@ def _run(
     query, key, value = _taken(given)
     options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _GROUPS else {}
     output, normaliser = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        return_aux=AuxRequest(lse=True),
-        scale=scale,
-        window_size=(window - 1, 0),
-        **options,
+        query, key, value, bounds, bounds, longest, longest, return_aux=AuxRequest(lse=True), scale=scale,
+        window_size=(window - 1, 0), **options,
     )
     return narrow(output, given.value.shape[2]), normaliser
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -168,9 +169,7 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def use_flash_version(
-    config: PretrainedConfig, device: torch.device, cache: Path, wanted: str | None = None
-) -> None:
+def use_flash_version(config: PretrainedConfig, device: torch.device, cache: Path, wanted: str | None = None) -> None:
     """Let attention be computed by the version of this name, else by the newest that device and model take.
 
     One that turns out wrong, or is ``wanted`` and cannot be had, is warned of. What is compiled for it is kept in the
@@ -193,9 +192,7 @@ def use_flash_version(
     _switch_to(chosen)
 
 
-def fastest_version(
-    config: PretrainedConfig, device: torch.device, cache: Path, tokens: int
-) -> Fastest | None:
+def fastest_version(config: PretrainedConfig, device: torch.device, cache: Path, tokens: int) -> Fastest | None:
     """The fastest flash attention for a model's heads in one document of so many tokens, forward and backward.
 
     None where no other than the usual one is installed that takes any of them.
@@ -225,8 +222,6 @@ def fastest_version(
     return fastest(candidate(USUAL, None), others, ALLOWED, seconds_on(device))
 
 
-_problems: dict[tuple[str, Heads], str | None] = {}
-"""What is wrong with a version for such heads in this process, once that was tried."""
 _ours: list[Version] = []
 """The version that this module had the process take, if any: one that others chose stays."""
 
@@ -257,15 +252,11 @@ def used(version: Version | None) -> Iterator[None]:
 
 def _problem_with(version: Version, kinds: list[Heads], device: torch.device) -> str | None:
     """Why a version is not to be used: for some of the heads it fails, or gives other results than the second one."""
-    for heads in kinds:
-        tried = version.name, heads
-        if tried not in _problems:
-            _problems[tried] = _tried(version, heads, device)
-        if _problems[tried] is not None:
-            return _problems[tried]
-    return None
+    tried = (_tried(version, heads, device) for heads in kinds)
+    return next((problem for problem in tried if problem is not None), None)
 
 
+@cache
 def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
     with used(None):
         before = _results(heads, device)

@@ -170,15 +170,8 @@ def native_into_gradient(
         weights = weights.to(torch.float32).contiguous()
     targets, losses = targets.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     bad = library.call(
-        "cross_entropy",
-        "CrossEntropy",
-        logits=logits,
-        targets=targets,
-        weights=weights,
-        losses=losses,
-        rows=len(logits),
-        columns=logits.shape[1],
-        is_bfloat=logits.dtype == torch.bfloat16,
+        "cross_entropy", "CrossEntropy", logits=logits, targets=targets, weights=weights, losses=losses,
+        rows=len(logits), columns=logits.shape[1], is_bfloat=logits.dtype == torch.bfloat16,
         wants_gradient=wants_gradient,
     )
     if bad:
@@ -187,8 +180,6 @@ def native_into_gradient(
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "liger": liger_into_gradient,
-    "native": native_into_gradient,
-    "torch": softmax_into_gradient,
+    "liger": liger_into_gradient, "native": native_into_gradient, "torch": softmax_into_gradient,
 }
 """What turns logits into loss and gradient, by the recipe's `model.kernels`."""

@@ -9,16 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.methods import Head
 from tuner.errors import RecipeError
@@ -31,11 +24,11 @@ def whole_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
     Some configs serve files of the whole model and of its language model alone: the architecture that they name tells.
     """
-    kind: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    kind: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     kind = kind[0] if isinstance(kind, tuple) else kind
     if kind is None or text_key(config) == "" or config.is_encoder_decoder:
         return None
-    alone = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    alone = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_whole = alone is None or alone is kind or kind.__name__ in (config.architectures or ())
     return kind if is_whole else None
 
@@ -48,8 +41,8 @@ def text_key(config: PretrainedConfig) -> str:
 
 def whole_auto(config: PretrainedConfig) -> Any:
     """What of transformers finds the class of a whole model, as its readers load it."""
-    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if of_images else AutoModelForMultimodalLM
+    of_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if of_images else transformers.AutoModelForMultimodalLM
 
 
 def language_model_class(config: PretrainedConfig) -> Any:
@@ -77,7 +70,7 @@ def config_of_language_model(
     if not drawn:
         setattr(config, text_key(config), override(text))
         return config
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RecipeError(
             f"model.init: random: transformers has no class for the language model of {config.model_type} alone",
             hint="train from its weights: model.init: pretrained",

@@ -116,7 +116,7 @@ def add_peft(model: PreTrainedModel, spec: PeftSpec, seed: int) -> None:
     if is_part(model):
         raise RecipeError("adapter.kind: peft has no adapters of the language model alone of a multimodal checkpoint")
     on_meta = next(model.parameters()).device.type == "meta"
-    saved, config = saved_modules(model, spec), spec.peft_config(has_score(model))
+    saved, config = saved_modules(model, spec.modules_to_save), spec.peft_config(has_score(model))
     own = {name for name, _ in model.named_parameters()}
     before: dict[str, Content] = {}
     config.modules_to_save = None  # peft would put copies next to them

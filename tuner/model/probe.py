@@ -61,9 +61,7 @@ def are_there(left_out: Collection[nn.Module]) -> None:
     """All values are."""
 
 
-def prove_route(
-    root: CausalLM, vocab_size: int, packed: bool, longest: int, read: Read = are_there
-) -> str | None:
+def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, read: Read = are_there) -> str | None:
     """Have the root go by the first route, from its own on, on which it is the plainly loaded model of each document.
 
     Returns why it left its own; None where it kept it. Arguments and errors are those of :func:`require_isolation`.
@@ -226,9 +224,7 @@ def _refusing(refused: Callable[[str], RecipeError], what: str) -> Iterator[None
 
 
 @contextmanager
-def _in_float32(
-    model: PreTrainedModel, roots: Sequence[nn.Module], few: FewLayers | None = None
-) -> Iterator[None]:
+def _in_float32(model: PreTrainedModel, roots: Sequence[nn.Module], few: FewLayers | None = None) -> Iterator[None]:
     """Within, what shares a model's parameters computes in float32, or the ``few`` layers of it that run."""
     if all(one.dtype == torch.float32 or not one.is_floating_point() for one in model.parameters()):
         yield

@@ -10,11 +10,7 @@ from tuner.errors import RecipeError
 from tuner.model.transformers_private import plain_config
 
 _AS_DECODER = {
-    "is_decoder": True,
-    "causal": True,
-    "is_causal": True,
-    "attn_type": "uni",
-    "use_bidirectional_attention": None,
+    "is_decoder": True, "causal": True, "is_causal": True, "attn_type": "uni", "use_bidirectional_attention": None,
 }
 """Keys by which a config can say that tokens see later ones, with what a decoder has there: BERT and its kin, XLM, all
 that use transformers' mask functions, XLNet, Gemma."""

@@ -9,11 +9,11 @@ So the first forward notes what it ranked (every `topk` of a layer), and the sec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, Token
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,14 +22,12 @@ _RANKED = frozenset({torch.topk, torch.Tensor.topk})
 Result = TypeVar("Result")
 
 
-class Contexts(Protocol):
-    """What `torch.utils.checkpoint` calls for each first forward: what that runs in, and what the second one does."""
-
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Two contexts that share what the first notes."""
+Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Contexts = Callable[[], Pair]
+"""What `torch.utils.checkpoint` calls for each first forward: what that runs in, and what the second one does."""
 
 
-def replayed(around: Contexts | None = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def replayed(around: Contexts | None = None) -> Pair:
     """Contexts of the forward of a layer and of its repetition, which routes as the first one did.
 
     They lie inside those of ``around``, where there are such.
@@ -39,7 +37,7 @@ def replayed(around: Contexts | None = None) -> tuple[AbstractContextManager[Any
     if around is None:
         return pair
     outer = around()
-    return _Nested((outer[0], pair[0])), _Nested((outer[1], pair[1]))
+    return _Nested(outer[0], pair[0]), _Nested(outer[1], pair[1])
 
 
 def noted(make: Callable[[], Result]) -> Result:
@@ -96,21 +94,17 @@ class _Routing(TorchFunctionMode):
         return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-class _Nested(AbstractContextManager[None]):
+class _Nested(ExitStack):
     """Contexts one inside the other, that may be entered several times one after the other."""
 
-    def __init__(self, contexts: tuple[AbstractContextManager[Any], ...]) -> None:
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        super().__init__()
         self._contexts = contexts
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(kind, error, trace)
+            self.enter_context(context)
+        return self
 
 
 _current: ContextVar[_Routing | None] = ContextVar("routing", default=None)

@@ -15,20 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tuner.model import output_layer
 from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.documents import Carried, Documents, GrowingDocuments, Padding
-from tuner.model.output_layer import (
-    PLAIN,
-    Kernel,
-    LogitTransform,
-    Objective,
-    OutputLayer,
-    Result,
-    Vocabulary,
-    as_one_matrix,
-    softmax_into_gradient,
-    summed_cross_entropy,
-)
+from tuner.model.output_layer import Kernel, Objective, OutputLayer, Result
 from tuner.model.row_layout import RowLayout
 from tuner.model.vetting import asks_router_logits
 
@@ -52,7 +42,7 @@ def _nothing() -> None:
 class ModelParts:
     """What is made of a model for the training that it is in; most models go without most of it."""
 
-    loss_kernel: Kernel = softmax_into_gradient
+    loss_kernel: Kernel = output_layer.softmax_into_gradient
     """What turns logits into the loss of training and its gradient."""
     gradient_scale: Callable[[], torch.Tensor | None] = _nothing
     """Under fp16: what a term of the loss is multiplied by in the backward pass of the step, a scalar."""
@@ -64,7 +54,7 @@ class ModelParts:
     """What every microbatch of training is filled up with, where compiled layers want one size."""
     data_mesh: DeviceMesh | None = None
     """With layers split over processes (tensor parallel): those that have the same part of each as this one."""
-    vocabulary: Vocabulary | None = None
+    vocabulary: output_layer.Vocabulary | None = None
     """Where processes have the vocabulary's rows of the output layer between them (vocabulary parallel)."""
     cut: RowCut | None = None
     """What cuts rows over processes, each of which has a share of the positions (sequence parallel, as Ulysses cuts
@@ -97,7 +87,7 @@ class CausalLM(nn.Module):
         self.model = model
         self.parts = ModelParts()
         self.layout = RowLayout(model)
-        self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
+        self.logit_transform = output_layer.PLAIN if has_score(model) else output_layer.LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
         self.before_output = _before_output(model)
         """From the decoder's hidden states to what the output layer takes, where a model computes anything there."""
@@ -111,7 +101,7 @@ class CausalLM(nn.Module):
         document_lengths: tuple[int, ...],
         positions: Positions,
         targets: torch.Tensor,
-        objective: Objective[Result] = summed_cross_entropy,  # type: ignore[assignment]  # pep 696 comes with 3.13
+        objective: Objective[Result] = output_layer.summed_cross_entropy,  # type: ignore[assignment]  # pep 696 comes with 3.13
     ) -> Result:
         """What the ``objective`` makes of the ``positions``: by default the sum of their cross-entropies in nats.
 
@@ -121,19 +111,6 @@ class CausalLM(nn.Module):
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
         return self._call_objective(objective, self._selected(hidden, positions), targets)
-
-    @torch.no_grad()
-    def losses(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        document_lengths: tuple[int, ...],
-        positions: Positions,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
-        """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
-        hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._call_objective(_losses, self._selected(hidden, positions), targets)
 
     def logits(
         self,
@@ -259,7 +236,7 @@ class CausalLM(nn.Module):
         if parts.vocabulary is not None:
             layer = parts.vocabulary.layer(head, self.logit_transform, scale)
         else:
-            hidden, weight = as_one_matrix(head, hidden)
+            hidden, weight = output_layer.as_one_matrix(head, hidden)
             layer = OutputLayer(weight, getattr(head, "bias", None), self.logit_transform, parts.loss_kernel, scale)
         if parts.cut is not None:
             layer = parts.cut.head(layer, len(targets))
@@ -296,7 +273,8 @@ def _parts_between(whole: nn.Module, decoder: nn.Module, head: nn.Module | None)
     return between + [child for child in children[last : last + 1] if child is not head]
 
 
-def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+def position_losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+    """As an objective: the cross-entropy at each of the positions, in any order: float32 ``[N]``."""
     return head.losses(hidden, targets)
 
 
@@ -306,7 +284,7 @@ def _likeliest_of_parts(hidden: torch.Tensor, head: OutputLayer, targets: torch.
 
 
 # Methods besides forward that gather the root's parameters under FSDP2.
-FORWARD_METHODS = ("losses", "logits", "next_tokens")
+FORWARD_METHODS = ("logits", "next_tokens")
 
 
 def outer_parameters(root: CausalLM) -> set[str]:

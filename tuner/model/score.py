@@ -7,13 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from tuner.errors import RecipeError
 from tuner.model.transformers_private import plain_config
@@ -23,12 +18,12 @@ LABEL = "reward"
 _KEY = "score.weight"
 
 
-def require_scores(config: PretrainedConfig) -> None:
+def require_scores(config: transformers.PretrainedConfig) -> None:
     """Have the config make transformers' class with one score, in place.
 
     Raises RecipeError where transformers has no such class for this type of model, and for a model of several labels.
     """
-    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None or isinstance(kind, tuple):
         raise RecipeError(
             f"method.kind: reward: transformers has no sequence-classification class for {config.model_type} models",
@@ -45,7 +40,7 @@ def require_scores(config: PretrainedConfig) -> None:
     config.problem_type = "regression"  # else transformers' pipeline puts a sigmoid on the score
 
 
-def require_score_layer(model: PreTrainedModel) -> None:
+def require_score_layer(model: transformers.PreTrainedModel) -> None:
     """Check that the score is one product with the decoder's hidden states. Raises RecipeError."""
     layer: Any = getattr(model, "score", None)
     names = [name for name, _ in layer.named_parameters()] if isinstance(layer, nn.Linear) else []
@@ -57,7 +52,7 @@ def require_score_layer(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def draw_score(model: PreTrainedModel, seed: int) -> None:
+def draw_score(model: transformers.PreTrainedModel, seed: int) -> None:
     """Draw the score's weight float32 ``[1, D]`` from the seed, as transformers draws linear layers, in place."""
     weight = model.get_parameter(_KEY)
     deviation = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
@@ -65,7 +60,7 @@ def draw_score(model: PreTrainedModel, seed: int) -> None:
     weight.data = drawn * deviation
 
 
-def give_score(model: PreTrainedModel, report: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def give_score(model: transformers.PreTrainedModel, report: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Draw the score of a model that was loaded from a causal one's files; the rest of transformers' report on them.
 
     A causal model's output layer is left over then, and of no use. Files that hold a score keep it.
@@ -80,15 +75,15 @@ def give_score(model: PreTrainedModel, report: Mapping[str, Any], seed: int) -> 
     return {**report, "missing_keys": missing - {_KEY}, "unexpected_keys": left}
 
 
-def _output_names(config: PretrainedConfig) -> list[str]:
+def _output_names(config: transformers.PretrainedConfig) -> list[str]:
     """Names of the causal model's output layer."""
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(plain_config(config))
+        causal = transformers.AutoModelForCausalLM.from_config(plain_config(config))
     output = causal.get_output_embeddings()
     return [name for name, module in causal.named_modules() if module is output]
 
 
-def scored(model: PreTrainedModel, run: Callable[[], object]) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(model: transformers.PreTrainedModel, run: Callable[[], object]) -> tuple[torch.Tensor, torch.Tensor]:
     """What the score was applied to while the model ran, and what it made of that."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     layer = model.get_submodule("score")
@@ -97,7 +92,7 @@ def scored(model: PreTrainedModel, run: Callable[[], object]) -> tuple[torch.Ten
     return seen[-1]
 
 
-def hidden_of_class(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def hidden_of_class(model: transformers.PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Hidden states ``[T, D]`` that transformers' class scores, for one sequence int64 ``[T]``.
 
     Raises RecipeError where its score of the sequence is not that of the last token.

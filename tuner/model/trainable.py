@@ -70,12 +70,6 @@ def spec_of(adapter: Adapter) -> LoraSpec | PeftSpec | None:
     from tuner.model.adapter import LoraSpec
 
     return LoraSpec(
-        adapter.r,
-        adapter.alpha,
-        adapter.dropout,
-        adapter.target_modules,
-        adapter.use_rslora,
-        adapter.kind == "dora",
-        adapter.modules_to_save,
-        adapter.experts,
+        adapter.r, adapter.alpha, adapter.dropout, adapter.target_modules, adapter.use_rslora, adapter.kind == "dora",
+        adapter.modules_to_save, adapter.experts,
     )

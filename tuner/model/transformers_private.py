@@ -5,11 +5,13 @@ Where transformers lost one, what needs it says so. A contract test finds such n
 
 import copy
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,32 +20,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedC
 
 from tuner.runtime.torch_private import Need, listed_name, private_attribute
 
-_EXPORT = Need("exporting (`tuner export-hf`, `export.every`)", "training works without it")
-_WINDOWS = Need("checking how far a model with windows looks back", "models without windows train without it")
-_SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
-_READING = Need("quantising weights while they are read (`model.quantize`)", "`quantize: none` trains without it")
-_BUILDING = Need("building a model", "exported directories load without tuner")
-_ROUTERS = Need("compiling layers with routers", "`train.compile: false` trains without it")
-_EXPERTS = Need("adapting routed experts (`adapter.experts`)", "`experts: false` trains without it")
-NAMES = {
-    "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", _EXPORT),
-    "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", _EXPORT),
-    "conversion_mapping": ("transformers.conversion_mapping.get_model_conversion_mapping", _EXPORT),
-    "LoadStateDictConfig": ("transformers.modeling_utils.LoadStateDictConfig", _EXPORT),
-    "rename_source_key": ("transformers.core_model_loading.rename_source_key", _EXPORT),
-    "HfQuantizer": ("transformers.quantizers.base.HfQuantizer", _READING),
-    "QuantizationConfigMixin": ("transformers.utils.quantization_config.QuantizationConfigMixin", _READING),
-    "register_quantizer": ("transformers.quantizers.auto.register_quantizer", _READING),
-    "WeightRenaming": ("transformers.core_model_loading.WeightRenaming", _EXPORT),
-    "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
-    "GELUTanh": ("transformers.activations.GELUTanh", _EXPORT),
-    "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
-    "grouped_linear": ("transformers.integrations.moe._grouped_linear", _EXPERTS),
-    "install_recorders": ("transformers.utils.output_capturing.maybe_install_capturing_hooks", _ROUTERS),
-    "recorder": ("transformers.utils.output_capturing.install_output_capuring_hook", _ROUTERS),
-    "active_record": ("transformers.utils.output_capturing._active_collector", _ROUTERS),
-    "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", _SAMPLES),
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_NEEDS = {key: Need(row["by"], row["still_works"]) for key, row in _TABLE.items()}
+NAMES = {name: (path, _NEEDS[key]) for key, row in _TABLE.items() for name, path in row.get("names", {}).items()}
 """By the name here: where transformers has it, what needs it, and what works without."""
 
 
@@ -101,7 +80,7 @@ def forget_renaming(model: PreTrainedModel, target: str) -> None:
 
     Raises MachineError where a model does not note what was done to its files' names.
     """
-    noted = private_attribute(model, "_weight_conversions", _EXPORT)
+    noted = private_attribute(model, "_weight_conversions", _NEEDS["export"])
     model._weight_conversions = [each for each in noted if target not in each.target_patterns]  # type: ignore[assignment]
 
 
@@ -157,8 +136,7 @@ def _reading_config() -> Any:
             sources: Any = about.get("source_patterns") or ()
             for name, found in tensors.items():
                 weight, source = (
-                    found[0] if isinstance(found, list) else found,
-                    sources[0] if len(sources) == 1 else None,
+                    found[0] if isinstance(found, list) else found, sources[0] if len(sources) == 1 else None
                 )
                 kept = self.quantization_config.reader.take(model, name, weight, source)
                 missing_keys.discard(name)
@@ -185,13 +163,13 @@ def _reading_config() -> Any:
 
 def new_of_class(kind: type[PreTrainedModel], /, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A new model of a class."""
-    made: PreTrainedModel = private_attribute(kind, "_from_config", _BUILDING)(config, **options)
+    made: PreTrainedModel = private_attribute(kind, "_from_config", _NEEDS["building"])(config, **options)
     return made
 
 
 def attention_of(config: PretrainedConfig) -> str:
     """The name of the attention that a model of this config computes with."""
-    found: str = private_attribute(config.get_text_config(), "_attn_implementation", _BUILDING)
+    found: str = private_attribute(config.get_text_config(), "_attn_implementation", _NEEDS["building"])
     return found
 
 
@@ -215,7 +193,7 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     mask (Doge): they need it, and hand on what they made of it.
     """
     kinds = _classes(config)
-    takes = all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
+    takes = all(private_attribute(each, "_can_set_attn_implementation", _NEEDS["building"])() for each in kinds)
     return takes and not any(_masks_by_content(each) for each in kinds)
 
 
@@ -240,7 +218,7 @@ def _masks_by_content(kind: type[nn.Module]) -> bool:
 
 def registered(interface: Any) -> dict[str, Any]:
     """What all models find in one of transformers' interfaces, by name; a change is a change for all."""
-    found: dict[str, Any] = private_attribute(interface, "_global_mapping", _BUILDING)
+    found: dict[str, Any] = private_attribute(interface, "_global_mapping", _NEEDS["building"])
     return found
 
 
@@ -250,24 +228,24 @@ def keeps_state(model: PreTrainedModel) -> bool:
     By what its class notes for generation, or by kinds of layers in its config: `linear_attention`, `conv`, `hybrid`.
     """
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    stateful: bool = private_attribute(type(model), "_is_stateful", _BUILDING)
+    stateful: bool = private_attribute(type(model), "_is_stateful", _NEEDS["building"])
     return stateful or any("linear" in kind or "attention" not in kind for kind in kinds)
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether `generate` gives a model a DynamicCache; the others make a cache or state of their own."""
-    takes: bool = private_attribute(type(model), "_supports_default_dynamic_cache", _SAMPLES)()
+    takes: bool = private_attribute(type(model), "_supports_default_dynamic_cache", _NEEDS["samples"])()
     return takes
 
 
 def decoder_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes of a model's decoder layers, as transformers notes them for sharding."""
-    return set(private_attribute(model, "_no_split_modules", _BUILDING) or ())
+    return set(private_attribute(model, "_no_split_modules", _NEEDS["building"]) or ())
 
 
 def kept_in_float32(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameters and buffers, by name, that a class keeps in float32 next to weights of 16 bits, whatever they are."""
-    parts = sorted(private_attribute(model, "_keep_in_fp32_modules_strict", _BUILDING) or ())
+    parts = sorted(private_attribute(model, "_keep_in_fp32_modules_strict", _NEEDS["building"]) or ())
     state = model.state_dict(keep_vars=True) if parts else {}
     found = re.compile("|".join(part.replace("*", ".*") for part in parts))
     return {name: tensor for name, tensor in state.items() if found.search(name)}
@@ -282,7 +260,7 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     """Compute a module's constants as its class does when it is made; its parameters stay as they are."""
     for parameter in module.parameters(recurse=False):
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    private_attribute(model, "_init_weights", _BUILDING)(module)
+    private_attribute(model, "_init_weights", _NEEDS["building"])(module)
 
 
 def keep_as_made(module: nn.Module) -> None:
@@ -297,13 +275,13 @@ def commit_of(config: PretrainedConfig) -> str | None:
 
 def computes_in_groups(experts: nn.Module) -> bool:
     """Whether a module of routed experts multiplies by those of all rows at once, and not by one after the other."""
-    name: str | None = private_attribute(experts.config, "_experts_implementation", _EXPERTS)
+    name: str | None = private_attribute(experts.config, "_experts_implementation", _NEEDS["experts"])
     return name != "eager"
 
 
 def apply_gate(experts: nn.Module, projected: torch.Tensor) -> torch.Tensor:
     """What a module of gated experts makes of the rows ``[N, 2·I]`` of its first projection: ``[N, I]``."""
-    gated: torch.Tensor = private_attribute(experts, "_apply_gate", _EXPERTS)(projected)
+    gated: torch.Tensor = private_attribute(experts, "_apply_gate", _NEEDS["experts"])(projected)
     return gated
 
 

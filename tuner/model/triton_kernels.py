@@ -243,19 +243,8 @@ def _launch(
     strides["o_token"] = heads * value.shape[2]
     strides |= {name: tensors[of].stride(1) for name, of in _TOKENS.items() if of in tensors}
     kernel[(blocks * (bounds.shape[0] - 1), tensors[own].shape[0])](
-        **tensors,
-        **strides,
-        **numbers,
-        blocks=blocks,
-        tokens=tokens,
-        GROUP=heads // value.shape[0],
-        D=width,
-        D_VALUE=value.shape[2],
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
-        OWN=sizes.own,
-        OTHERS=sizes.others,
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-        num_warps=sizes.warps,
+        **tensors, **strides, **numbers, blocks=blocks, tokens=tokens, GROUP=heads // value.shape[0], D=width,
+        D_VALUE=value.shape[2], BLOCK_D=block_d, BLOCK_V=block_v, OWN=sizes.own, OTHERS=sizes.others,
+        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32", num_warps=sizes.warps,
         num_stages=sizes.stages,
     )

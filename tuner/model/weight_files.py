@@ -66,12 +66,8 @@ def _files_of(found: Path) -> Iterator[Path]:
 def _cached(name: str, file: str, revision: str | None) -> Path | None:
     """A file of a hub model in the cache; an index is fetched, since it decides what is loaded. OSError."""
     found = cached_file(
-        name,
-        file,
-        revision=revision or "main",
-        local_files_only=not file.endswith(".json"),
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
+        name, file, revision=revision or "main", local_files_only=not file.endswith(".json"),
+        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
     return None if found is None else Path(found)

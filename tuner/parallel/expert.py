@@ -32,6 +32,7 @@ from tuner.model.flops import n_experts
 from tuner.model.replay import noted
 from tuner.model.root import CausalLM
 from tuner.model.wrap import Wrapper, wrap
+from tuner.parallel.exchange import send, two_way
 from tuner.parallel.lookup import gather_parts
 from tuner.runtime.parts import local
 
@@ -79,8 +80,7 @@ def check_spread(model: PreTrainedModel, size: int) -> None:
         other = [own for own, tensor in _tensors(module) if own.partition(".")[2] or tensor.shape[:1] != (count,)]
         if other:
             raise RecipeError(
-                f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert",
-                hint=f"write {_KEY}: 1",
+                f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert", hint=f"write {_KEY}: 1"
             )
 
 
@@ -119,11 +119,11 @@ class TokenExchange:
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[T·K, D]``, by experts, to the processes that have these: ``[N, D]``. Collective."""
-        return _exchanged(rows, self.sent, self.received, self.group)
+        return send(rows, self.sent, self.received, self.group)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[N, D]`` to where they came from: ``[T·K, D]``. Collective."""
-        return _exchanged(rows, self.received, self.sent, self.group)
+        return send(rows, self.received, self.sent, self.group)
 
 
 class SpreadExperts:
@@ -152,12 +152,12 @@ class SpreadExperts:
         per_token = top_k_index.shape[-1]
         tokens, choices = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
         exchange = noted(lambda: self._agreed(choices))
-        rows, experts = _apply(_Dispatch, tokens, exchange, per_token), exchange.experts
+        rows, experts = _dispatched(tokens, exchange, per_token), exchange.experts
         n_rows = len(experts)
         if n_rows == 0:
             rows, experts = functional.pad(rows, (0, 0, 0, 1)), functional.pad(experts, (0, 1))
         made = self._computed(weights, rows, experts[:, None], rows.new_ones(len(rows), 1))
-        returned = _apply(_Combine, made[:n_rows], exchange, per_token)  # [T, K, D]
+        returned = _combined(made[:n_rows], exchange, per_token)  # [T, K, D]
         weighed = (returned * top_k_weights.reshape(*choices.shape, 1)).unflatten(0, hidden_states.shape[:-1])
         summed: torch.Tensor = weighed.sum(-2)  # no view, on which FSDP2 could not rely
         return summed.to(hidden_states.dtype)
@@ -203,45 +203,27 @@ def split_sizes(sent: torch.Tensor, received: torch.Tensor, choices: int) -> tup
     return both[0], both[1]
 
 
-class _Dispatch(torch.autograd.Function):
-    """Tokens ``[T, D]`` as rows ``[N, D]`` where their experts are. A token's gradient is the sum over its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
-        ctx.exchange, ctx.per_token = exchange, per_token
-        return exchange.there(tokens[exchange.order // per_token])
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _by_token(ctx.exchange.back(upstream), ctx.exchange, ctx.per_token).sum(1), None, None
+def _to_experts(tokens: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
+    return exchange.there(tokens[exchange.order // per_token])
 
 
-class _Combine(torch.autograd.Function):
-    """Rows ``[N, D]`` back where their tokens are: ``[T, K, D]``."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
-        ctx.exchange = exchange
-        return _by_token(exchange.back(rows), exchange, per_token)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.exchange.there(upstream.flatten(0, 1)[ctx.exchange.order]), None, None
+def _sums_of_tokens(upstream: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
+    return _to_tokens(upstream, exchange, per_token).sum(1)
 
 
-def _by_token(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
-    """Rows ``[T·K, D]``, which lie by experts, as the router named these: ``[T, K, D]``."""
-    placed = torch.empty_like(rows)
-    placed[exchange.order] = rows
+def _to_tokens(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
+    """Rows ``[N, D]``, which go back, as the router named these: ``[T, K, D]``."""
+    returned = exchange.back(rows)
+    placed = torch.empty_like(returned)
+    placed[exchange.order] = returned
     return placed.view(-1, per_token, rows.shape[1])
 
 
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+def _choices_to_experts(upstream: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
+    return exchange.there(upstream.flatten(0, 1)[exchange.order])
 
 
-def _apply(function: Any, *given: Any) -> torch.Tensor:
-    made: torch.Tensor = function.apply(*given)
-    return made
+_dispatched = two_way(_to_experts, _sums_of_tokens)
+"""Tokens ``[T, D]`` as rows ``[N, D]`` where their experts are. A token's gradient is the sum over its rows."""
+_combined = two_way(_to_tokens, _choices_to_experts)
+"""Rows ``[N, D]`` back where their tokens are: ``[T, K, D]``."""

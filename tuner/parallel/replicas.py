@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -134,21 +135,19 @@ def _locate(copy: Copy, value: int, shard: int, names: tuple[str, ...], ranks: C
     asked = ranks.rank in (right, wrong)
     sums = ranks.on_all_ranks(lambda: chunk_sums(copy.tensor).tolist() if asked else [])
     chunk = next(n for n, pair in enumerate(zip(sums[right], sums[wrong], strict=True)) if pair[0] != pair[1])
-    words = ranks.on_all_ranks(lambda: words_of(copy.tensor).split(CHUNK)[chunk].cpu() if asked else None)
-    ours, theirs = words[wrong], words[right]
+    length = CHUNK * 4 // copy.tensor.element_size()
+    parts = ranks.on_all_ranks(lambda: _elements(copy.tensor).split(length)[chunk].cpu().clone() if asked else None)
+    ours, theirs = parts[wrong], parts[right]
     assert ours is not None and theirs is not None
-    word = chunk * CHUNK + int((ours != theirs).nonzero()[0])
-    numbers = ranks.on_all_ranks(lambda: _elements(copy.tensor, word) if asked else [])
-    at = next(n for n, pair in enumerate(zip(numbers[wrong], numbers[right], strict=True)) if pair[0] != pair[1])
-    first = word * 4 // copy.tensor.element_size()
-    places = ranks.on_all_ranks(lambda: _place(copy.tensor, first + at))
-    own, others = numbers[wrong][at], numbers[right][at]
+    at = int((_bytes_of(ours) != _bytes_of(theirs)).any(1).nonzero()[0])
+    places = ranks.on_all_ranks(lambda: _place(copy.tensor, chunk * length + at) if asked else ())
+    own, others = _written(ours[at]), _written(theirs[at])
     return ReplicaDifference(copy.name, wrong, right, places[wrong], own, others, len(held), names)
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of this process's part of a tensor as int32 words, filled up with zeros at the end."""
-    flat = local(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = _elements(tensor).view(torch.uint8)
     if missing := -flat.numel() % 4:
         flat = functional.pad(flat, (0, missing))
     elif flat.storage_offset() % 4:
@@ -169,29 +168,28 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(count, device=device, dtype=torch.int64) * 2 + 1) * _MIXER
 
 
-def _elements(tensor: torch.Tensor, word: int) -> list[str]:
-    """The elements that a word is made of, or is a part of: value and bits of each."""
-    flat = local(tensor).detach().contiguous().reshape(-1)
-    size = flat.element_size()
-    first = word * 4 // size
-    part = flat[first : first + max(1, 4 // size)].cpu()
-    raw = part.view(torch.uint8).view(-1, size).tolist()
-    values = part.float().tolist() if part.is_floating_point() else part.tolist()
-    return [f"{value:.9g} (0x{bytes(reversed(one)).hex()})" for value, one in zip(values, raw, strict=True)]
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor, flat."""
+    return local(tensor).detach().contiguous().reshape(-1)
+
+
+def _bytes_of(elements: torch.Tensor) -> torch.Tensor:
+    """``[elements, bytes of one]``."""
+    return elements.view(-1, 1).view(torch.uint8)
+
+
+def _written(element: torch.Tensor) -> str:
+    """The value and the bits of a number."""
+    value = element.float().item() if element.is_floating_point() else element.item()
+    return f"{value:.9g} (0x{bytes(reversed(_bytes_of(element)[0].tolist())).hex()})"
 
 
 def _place(tensor: torch.Tensor, element: int) -> tuple[int, ...]:
     """The indices of an element of this process's part, in the whole tensor."""
-    found = []
-    for size in reversed(local(tensor).shape):
-        found.append(element % size if size else 0)
-        element = element // size if size else 0
-    place = tuple(reversed(found))
+    place = tuple(map(int, np.unravel_index(element, local(tensor).shape)))
     if not isinstance(tensor, DTensor):
         return place
-    box = next((box for box in part_of(tensor).boxes if _is_in(place, box)), None)
-    if box is None:  # in what fills the last word up
-        return place
+    box = next(box for box in part_of(tensor).boxes if _is_in(place, box))
     return tuple(index - at + offset for index, at, offset in zip(place, box.at, box.offsets, strict=True))
 
 

@@ -34,6 +34,7 @@ from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
 from tuner.model.row_layout import rotates_by_length, route_of, takes_positions
 from tuner.model.transformers_private import keeps_state
+from tuner.parallel.exchange import Group, send, sum_over, two_way
 from tuner.parallel.lookup import gather_parts, reduce_scatter_parts
 from tuner.runtime.device import to_device
 
@@ -92,7 +93,7 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
 class SequenceCut:
     """Rows of T tokens, filled up to a multiple of the processes, in equal shares of t positions, in order of ranks."""
 
-    group: dist.ProcessGroup
+    group: Group
     size: int = field(init=False)
     rank: int = field(init=False)
 
@@ -127,7 +128,7 @@ class SequenceCut:
         holders, takers = places // len(hidden), np.arange(len(places)) // self.most(len(places))
         sent = np.flatnonzero(holders == self.rank)
         rows = hidden.index_select(0, to_device(places[sent] - self.rank * len(hidden), hidden.device))
-        received = self._moved(rows, self._counts(takers[sent]), self._counts(holders[ours]))
+        received = _moved(rows, self._counts(takers[sent]), self._counts(holders[ours]), self.group)
         order = np.argsort(holders[ours], kind="stable")
         if (np.diff(order) == 1).all():  # as they come: positions in the order of the row
             return received
@@ -137,13 +138,11 @@ class SequenceCut:
         """All of what was taken, ``[N, D]``. Collective, but for no positions."""
         if count == 0:
             return hidden
-        joined: torch.Tensor = _Joined.apply(hidden, count, self)  # type: ignore[no-untyped-call]
-        return joined
+        return _joined(hidden, count, self)
 
     def summed(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the processes. Collective."""
-        found: torch.Tensor = _SummedOverRanks.apply(own, self.group)  # type: ignore[no-untyped-call]
-        return found
+        return _summed(own, self.group)
 
     def head(self, layer: OutputLayer, count: int) -> OutputLayer:
         """The output layer for shares of N positions."""
@@ -161,11 +160,7 @@ class SequenceCut:
 
     def exchanged(self, parts: torch.Tensor) -> torch.Tensor:
         """Of parts ``[processes, ...]``, one for each process, those that all have for this one. Collective."""
-        return self._moved(parts, None, None)
-
-    def _moved(self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None) -> torch.Tensor:
-        found: torch.Tensor = _Moved.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]
-        return found
+        return _moved(parts, None, None, self.group)
 
     def _counts(self, ranks: npt.NDArray[np.int64]) -> list[int]:
         counts: list[int] = np.bincount(ranks, minlength=self.size).tolist()
@@ -285,54 +280,26 @@ class CutOutputLayer(OutputLayer):
         return self.layer
 
 
-class _Moved(torch.autograd.Function):
-    """Rows ``[N, ...]`` sent to the processes in order, so many to each, for those received; None: equal parts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        sent: list[int] | None,
-        received: list[int] | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.splits, ctx.group = (sent, received), group
-        return _move(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, received = ctx.splits
-        return _move(upstream, received, sent, ctx.group), None, None, None
+def _send_back(rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: Group) -> torch.Tensor:
+    return send(rows, received, sent, group)
 
 
-def _move(
-    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
-) -> torch.Tensor:
-    count = len(rows) if received is None else sum(received)
-    found = rows.new_empty(count, *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+def _join(own: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
+    """The processes' shares ``[n, ...]`` of ``[N, ...]``."""
+    filled = _filled(own, cut.most(count))
+    whole = filled.new_empty(cut.size * len(filled), *filled.shape[1:])
+    gather_parts(whole, filled, cut.group)
+    return whole[:count]
 
 
-class _Joined(torch.autograd.Function):
-    """The processes' shares ``[n, ...]`` of ``[N, ...]``; going back, the sum of what all processes say of a share."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
-        ctx.cut, ctx.count = cut, count
-        filled = _filled(own, cut.most(count))
-        whole = filled.new_empty(cut.size * len(filled), *filled.shape[1:])
-        gather_parts(whole, filled, cut.group)
-        return whole[:count]
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cut, most, part = ctx.cut, ctx.cut.most(ctx.count), ctx.cut.part(ctx.count)
-        exact = torch.promote_types(upstream.dtype, torch.float32)
-        whole = _filled(upstream.to(exact), cut.size * most)
-        own = whole.new_empty(most, *whole.shape[1:])
-        reduce_scatter_parts(own, whole, cut.group)
-        return own[: part.stop - part.start].to(upstream.dtype), None, None
+def _share_of_sums(upstream: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
+    """The sum of what all processes say of this one's share."""
+    most, part = cut.most(count), cut.part(count)
+    exact = torch.promote_types(upstream.dtype, torch.float32)
+    whole = _filled(upstream.to(exact), cut.size * most)
+    own = whole.new_empty(most, *whole.shape[1:])
+    reduce_scatter_parts(own, whole, cut.group)
+    return own[: part.stop - part.start].to(upstream.dtype)
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -341,20 +308,7 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows.contiguous()
 
 
-class _SummedOverRanks(torch.autograd.Function):
-    """A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _sum(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(upstream, ctx.group), None
-
-
-def _sum(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    found = own.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
-    return found
+_moved = two_way(send, _send_back)
+_joined = two_way(_join, _share_of_sums)
+_summed = two_way(sum_over, sum_over)
+"""A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""

@@ -132,10 +132,7 @@ _BLOCK = 1 << 25
 
 
 def bring(
-    root: CausalLM,
-    device: torch.device,
-    types: Mapping[torch.Tensor, torch.dtype],
-    unread: UnreadWeights | None = None,
+    root: CausalLM, device: torch.device, types: Mapping[torch.Tensor, torch.dtype], unread: UnreadWeights | None = None
 ) -> None:
     """Bring the model of one process to a device; what lies in files goes there in blocks, and never into the host's
     memory whole.

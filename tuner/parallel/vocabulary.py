@@ -21,17 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tuner.model import output_layer
 from tuner.model.build import has_score, head_layer
-from tuner.model.output_layer import (
-    PLAIN,
-    Head,
-    LogitTransform,
-    OutputLayer,
-    block_logits,
-    positions_of_chunk,
-    product_dtype,
-    spans,
-)
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
@@ -59,7 +50,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
                 setattr(module, name, rows[parameter])
     parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
     root.parts.complete(vocabulary=parts)
-    wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden))
+    wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, output_layer.PLAIN, None), hidden))
 
 
 def _least_memory(mesh: DeviceMesh) -> int | None:
@@ -118,10 +109,12 @@ class VocabularyParts:
         """Rows of this process; none where there are few."""
         return min(self.longest, self.vocabulary - self.first)
 
-    def layer(self, head: Any, transform: LogitTransform, scale: torch.Tensor | None) -> OutputLayer:
+    def layer(
+        self, head: Any, transform: output_layer.LogitTransform, scale: torch.Tensor | None
+    ) -> output_layer.OutputLayer:
         """The output layer as this process has it, of the module between whose gather and release this runs."""
         weight = self._with_new_rows(head) if isinstance(head, TrainableTokens) else head.weight
-        return OutputLayer(weight, getattr(head, "bias", None), transform, self.kernel, scale, parts=self)
+        return output_layer.OutputLayer(weight, getattr(head, "bias", None), transform, self.kernel, scale, parts=self)
 
     def kernel(
         self, logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool, weights: torch.Tensor | None = None
@@ -146,7 +139,7 @@ class VocabularyParts:
         return gradient if lies is None else sharded_like(gradient, lies)
 
     @torch.no_grad()
-    def judged(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def judged(self, head: output_layer.OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """float32 ``[N, 2]``: the loss in nats, and 1 where the target is the likeliest token."""
         found = torch.empty(len(targets), 2, dtype=torch.float32, device=hidden.device)
         for span, logits in self._chunks(head, hidden):
@@ -156,7 +149,7 @@ class VocabularyParts:
         return found
 
     @torch.no_grad()
-    def likeliest(self, head: OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def likeliest(self, head: output_layer.OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
         """int64 ``[N]``: the likeliest token at each position, of equals the first."""
         found = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         for span, logits in self._chunks(head, hidden):
@@ -165,24 +158,25 @@ class VocabularyParts:
         return found
 
     @torch.no_grad()
-    def products(self, head: OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def products(self, head: output_layer.OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Products ``[N, V]``, whole on every process: for the few positions that somebody looks at."""
-        own = self.head(head, hidden).products(hidden.to(product_dtype(hidden)))
+        own = self.head(head, hidden).products(hidden.to(output_layer.product_dtype(hidden)))
         filled = torch.nn.functional.pad(own, (0, self.longest - self.count))
         return torch.cat([*self.gathered(filled)], 1)[:, : self.vocabulary]
 
-    def head(self, head: OutputLayer, hidden: torch.Tensor) -> Head:
+    def head(self, head: output_layer.OutputLayer, hidden: torch.Tensor) -> output_layer.Head:
         """This process's rows of a layer, with its input."""
         bias = None if head.bias is None else local(head.bias.detach())
-        return Head.of(hidden.detach(), local(head.weight.detach()), bias, product_dtype(hidden))
+        dtype = output_layer.product_dtype(hidden)
+        return output_layer.Head.of(hidden.detach(), local(head.weight.detach()), bias, dtype)
 
     def positions(self, weight: torch.Tensor) -> int:
         """Positions of a chunk, the same on every process."""
-        return positions_of_chunk(self.longest, weight, self.memory)
+        return output_layer.positions_of_chunk(self.longest, weight, self.memory)
 
     def blocks(self, logits: torch.Tensor) -> Iterator[slice]:
         """Positions whose logits may be in float32 at one time."""
-        return spans(len(logits), max(1, block_logits(logits) // self.longest))
+        return output_layer.spans(len(logits), max(1, output_layer.block_logits(logits) // self.longest))
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """What every process has, ``[T, ...]``, of something that has the same shape everywhere."""
@@ -227,7 +221,7 @@ class VocabularyParts:
             share.scatter_add_(1, places[block, None], taken[block, None])
             logits[block] = share if weights is None else share.mul_(weights[block, None])
 
-    def _chunks(self, head: OutputLayer, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _chunks(self, head: output_layer.OutputLayer, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """The positions of each chunk, and this process's logits at them."""
         layer = self.head(head, hidden)
         for span, _, logits in layer.chunks(size=self.positions(layer.weight)):

@@ -1,6 +1,6 @@
 """Settings of a recipe that fit into a memory, the fastest first, at the global batch that it has."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.options import Tradeoff, memory_options, tradeoffs_of
 from tuner.profile.predict import Target
-from tuner.profile.search import LEVELS, PLAINLY, Choice, Dimension, How, Speed, Tree, Trials, described, row_counts
+from tuner.profile.search import LEVELS, Choice, Dimension, Speed, Tree, Trials, described, row_counts
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.settled import AXES, LEVEL, MICRO, OFFLOAD, SHARD, TILED, changed, value_of
@@ -44,25 +44,19 @@ class Fit:
         return {"changes_results": dict(self.changes), "last_resort": self.last_resort, "predictions": self.predictions}
 
 
-def fit(
-    recipe: Recipe,
-    target: Target,
-    notify: Notify = lambda line: None,
-    ways: Iterable[Way] | None = None,
-    how: How = PLAINLY,
-) -> Fit:
+def fit(recipe: Recipe, target: Target, notify: Notify = lambda line: None) -> Fit:
     """Find the fastest combination that fits of rows, recomputing, sharding and all other memory options.
 
-    ``ways`` are rows and what changes results, in the order in which they are tried; by default those of `ways_of`.
-    Raises MemoryLimitError, naming what comes closest, where nothing fits and predictions are verified.
+    What changes results is tried in the order of `ways_of`. Raises MemoryLimitError, naming what comes closest, where
+    nothing fits and predictions are verified.
     """
     tried: list[Trials] = []
     refused: list[RecipeError] = []
     off = {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}  # where that fits, as `auto` is
-    for changes, tradeoff in ways_of(recipe) if ways is None else ways:
+    for changes, tradeoff in ways_of(recipe):
         always = {**changes, **tradeoff.values}
         try:
-            trials = Trials(tradeoff.of(changed(recipe, {**changes, **off})), target, None, always, notify, how)
+            trials = Trials(tradeoff.of(changed(recipe, {**changes, **off})), target, None, always, notify)
             tree = _tree(trials)
             fastest = tree.fastest()
         except RecipeError as error:  # of what changes results: the model cannot be trained so

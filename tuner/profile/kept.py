@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tuner.errors import TunerError
 from tuner.profile.predict import Target
 from tuner.profile.workload import prepared_for
 from tuner.runtime.environment import versions
-from tuner.runtime.files import keep_json, read_json
+from tuner.runtime.files import hash_of, keep_json, read_json
 from tuner.setup.proven import source_hash
 from tuner.stages import cache_root
 
@@ -54,7 +53,7 @@ def key_of(recipe: Recipe, target: Target) -> str:
         "versions": versions(),
         "code": source_hash(CODE),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hash_of(facts, 16)
 
 
 def known(key: str, recipe: Recipe) -> KeptAnswer | None:

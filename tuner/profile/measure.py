@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tuner.data.batches import StepBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
-from tuner.errors import MemoryLimitError, RecipeError, counted, is_out_of_memory
+from tuner.errors import MemoryLimitError, RecipeError, counted
 from tuner.profile.blocks import Holding, MemoryRecord
 from tuner.profile.devices import data_sheet_rate
 from tuner.profile.prediction import Part, Phase, Verdict, largest_first
@@ -26,6 +26,7 @@ from tuner.runtime.files import gib
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, build
+from tuner.setup.less_memory import memory_errors_as
 from tuner.setup.resolve import Resolved
 from tuner.setup.specs import step_sections
 from tuner.train.prefetcher import Prefetcher
@@ -80,11 +81,13 @@ def measure(
         raise RecipeError(f"--measure {options.steps}: at least one step is measured")
     free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, rank_info)
     sections = step_sections(resolved)
-    with _memory_errors(free, sections.adapter.kind != "none"):
+    room = f"out of memory while the model is built: {gib(free)} were free before"
+    smaller = "take a smaller model" + (", or write adapter.kind: lora" if sections.adapter.kind == "none" else "")
+    with memory_errors_as(lambda error: MemoryLimitError(room, hint=smaller)):
         assembly = build(resolved, prepared, tokenizer, rank_info)
     device = assembly.train_state.step_config.device
     longest = _longest_step(assembly)
-    with _examined(assembly, longest + 1):
+    with memory_errors_as(partial(_examined, assembly, longest + 1)):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         freed = FreedMemory(free) if device.type == "cpu" else None  # as in training
@@ -205,34 +208,14 @@ def _longest_step(assembly: Assembly) -> int:
     return next((i for i in steps if longest in assembly.batches.row_ids(i)), 0)
 
 
-@contextmanager
-def _memory_errors(free: int, adapted: bool) -> Iterator[None]:
-    """Say of a model that cannot even be built how much was free."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryLimitError(
-            f"out of memory while the model is built: {gib(free)} were free before",
-            hint="take a smaller model" + ("" if adapted else ", or write adapter.kind: lora"),
-        ) from error
-
-
-@contextmanager
-def _examined(assembly: Assembly, number: int) -> Iterator[None]:
-    """Turn the device's failed allocations into a MemoryLimitError that says what held the memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = str(error)
-        clear_frames(error)
-        if assembly.rank_info.world_size > 1:
-            raise MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=less_of(assembly)) from None
-        report = replace(replay_step(assembly, number, message), where=LONGEST)
-        raise MemoryLimitError(report.line(), hint=report.hint()) from None
+def _examined(assembly: Assembly, number: int, error: BaseException) -> MemoryLimitError:
+    """What a failed allocation of a step ends with: it says what held the memory."""
+    message = str(error)
+    clear_frames(error)
+    if assembly.rank_info.world_size > 1:
+        return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=less_of(assembly))
+    report = replace(replay_step(assembly, number, message), where=LONGEST)
+    return MemoryLimitError(report.line(), hint=report.hint())
 
 
 TIMES = ("data", "forward", "backward", "optimizer")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, exp, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tuner.model.flops import FORWARD, Product
 
@@ -32,14 +32,6 @@ IN_KERNEL = 7 / 6
 """Operations of attention's kernels for each that the model asks for: scores are made again in the backward pass."""
 
 
-class ProductRate(NamedTuple):
-    """A large product that was measured: its weight's sides, and operations a second."""
-
-    inputs: int
-    outputs: int
-    rate: float
-
-
 @dataclass(frozen=True)
 class DeviceRates:
     """DeviceRates of a device in bf16: operations and bytes a second."""
@@ -48,7 +40,8 @@ class DeviceRates:
     date: str
     tokens: int
     """Rows of the products that were measured."""
-    products: Sequence[ProductRate]
+    products: Sequence[tuple[int, int, float]]
+    """Large ones: the weight's sides, inputs first, and operations a second."""
     attention: Sequence[tuple[int, float]]
     """Tokens of each document, operations a second of forward and backward together; by length."""
     copy: float
@@ -58,11 +51,9 @@ class DeviceRates:
 
     def of_product(self, product: Product, tokens: float) -> float:
         """Operations a second of a product of so many tokens: the nearest shape's, less where there are fewer."""
-
-        def far(known: ProductRate) -> float:
-            return abs(log(known.inputs / product.inputs)) + abs(log(known.outputs / product.outputs))
-
-        return min(self.products, key=far).rate * _reached(tokens) / _reached(self.tokens)
+        wanted = product.inputs, product.outputs
+        *_, rate = min(self.products, key=lambda one: sum(abs(log(a / b)) for a, b in zip(one, wanted, strict=False)))
+        return rate * _reached(tokens) / _reached(self.tokens)
 
     def of_attention(self, length: float) -> float:
         """Operations a second in documents of a length: between those measured by its logarithm."""
@@ -121,15 +112,7 @@ def stated_error(shown: str) -> float | None:
 @cache
 def measured() -> tuple[DeviceRates, ...]:
     """The devices whose rates were measured."""
-    return tuple(
-        DeviceRates(
-            one["device"], one["date"], of["tokens"],
-            [ProductRate(inputs, outputs, rate) for inputs, outputs, rate in of["products"]],
-            [tuple(each) for each in of["attention"]], of["copy"], of["thin"],
-        )
-        for one in _table()
-        for of in [one["rates"]]
-    )  # fmt: skip
+    return tuple(DeviceRates(one["device"], one["date"], **one["rates"]) for one in _table())
 
 
 def rates_of(shown: str) -> DeviceRates | None:

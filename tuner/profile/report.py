@@ -13,7 +13,7 @@ from tuner.profile.fit import SHOWN
 from tuner.profile.measure import Measurement, duration_text
 from tuner.profile.prediction import MIB, NAMES, TENSORS, MemoryMoment, Prediction, largest_first, unit_of
 from tuner.profile.search import Choice
-from tuner.rundir.page import filled
+from tuner.rundir.page import filled, require_own
 from tuner.runtime.files import gib, write_atomic
 
 REPORT, FIGURES = "report.html", "report.json"
@@ -27,11 +27,9 @@ UNVERIFIED = "unverified: never compared with such a device"
 
 def check_output(directory: Path) -> None:
     """Raise RecipeError where the report would overwrite something else."""
-    page = directory / REPORT
     if directory.exists() and not directory.is_dir():
         raise RecipeError(f"--output {directory}: not a directory", hint="choose another one")
-    if page.is_symlink() or (page.exists() and not page.read_bytes().startswith(MARK)):
-        raise RecipeError(f"{page} holds something else than a profile", hint="choose another directory with --output")
+    require_own(directory / REPORT, MARK, "a profile")
 
 
 def write_report(

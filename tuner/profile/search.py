@@ -140,18 +140,6 @@ def _least_each(sections: StepSections) -> float:
     return weight + (8.0 if optimizer.rounding == "stochastic" else 2.0 * weight)  # nearest: as the weights are
 
 
-@dataclass(frozen=True)
-class How:
-    """How variants are predicted: quickly at first, and whole before one is chosen; None chooses by the quick ones."""
-
-    quick: Callable[[Recipe, Target, int, Path | None], Prediction] | None = None
-    """By default from two shorter models, where layers are alike."""
-    whole: Callable[[Recipe, Target], Prediction] | None = predict
-
-
-PLAINLY = How()
-
-
 class Trials:
     """What is predicted of a recipe's variants: quickly at first, whole for what is to be chosen.
 
@@ -166,13 +154,12 @@ class Trials:
         prepared: Path | None = None,
         always: Values | None = None,
         notify: Callable[[str], None] = lambda line: None,
-        how: How = PLAINLY,
     ) -> None:
         self.recipe, self.target, self.speed = recipe, target, Speed(recipe, target, prepared)
         self.count = 0
         """Predictions that were made."""
         self.refused: list[RecipeError] = []
-        self._prepared, self._always, self._notify, self._how = prepared, dict(always or {}), notify, how
+        self._prepared, self._always, self._notify = prepared, dict(always or {}), notify
         self._predicted: dict[str, Choice] = {}
         self._tried: dict[str, Choice | None] = {}
         self._whole: dict[str, Choice] = {}
@@ -208,8 +195,8 @@ class Trials:
         key = _key(self.differing(values))
         if key not in self._predicted:
             self.count += 1
-            quick = self._how.quick or predict_by_layers
-            prediction = quick(changed(self.recipe, values), self.target, self.speed.layers, self._prepared)
+            recipe = changed(self.recipe, values)
+            prediction = predict_by_layers(recipe, self.target, self.speed.layers, self._prepared)
             self._predicted[key] = Choice({**self._always, **self.differing(values)}, prediction)
         return self._predicted[key]
 
@@ -246,11 +233,11 @@ class Trials:
     def confirmed(self, values: Values) -> Choice | None:
         """The same, predicted whole."""
         quick = self.choice(values)
-        if quick is None or self._how.whole is None or self.speed.layers == 0:
+        if quick is None or self.speed.layers == 0:
             return quick
         wanted = {**values, **{name: value for name, value in quick.overrides.items() if name == ASYNC}}
         self.count += 1
-        whole = self._how.whole(changed(self.recipe, wanted), self.target)
+        whole = predict(changed(self.recipe, wanted), self.target)
         self._whole[_key(values)] = sure = Choice(quick.overrides, self._timed(whole, values))
         return sure
 

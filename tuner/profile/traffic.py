@@ -7,7 +7,7 @@ processes as are wanted. ``tools/traffic_campaign.py`` makes a table of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -42,26 +42,15 @@ class Traffic:
     converted: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return self._by_key({key: value + getattr(other, key) for key, value in asdict(self).items()})
+        return Traffic(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
 
     def __mul__(self, times: int) -> Traffic:
-        return self._by_key({key: value * times for key, value in asdict(self).items()})
+        return Traffic(**{key: value * times for key, value in asdict(self).items()})
 
     def as_exchanged(self) -> Traffic:
-        """The same, of activations."""
-        sent = self.gathered + self.reduced
-        return replace(
-            self,
-            gathered=0,
-            reduced=0,
-            far=0,
-            exchanged=self.exchanged + sent,
-            exchanged_far=self.exchanged_far + self.far,
-        )
-
-    @staticmethod
-    def _by_key(values: Mapping[str, int]) -> Traffic:
-        return replace(Traffic(), **values)
+        """What collectives send, as that of activations."""
+        sent = self.exchanged + self.gathered + self.reduced
+        return Traffic(exchanged=sent, exchanged_far=self.exchanged_far + self.far)
 
 
 class TrafficCounter:

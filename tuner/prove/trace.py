@@ -4,15 +4,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import safetensors.torch
 import torch
 from torch import nn
 
+from tuner.model.outputs import outputs_seen
 from tuner.prove.compare import apart
-from tuner.runtime import phase
 from tuner.runtime.parts import local
 
 Kind = Literal["output", "gradient"]
@@ -42,33 +43,19 @@ def traced(model: nn.Module) -> Iterator[ModuleTrace]:
 
     What is computed again for a backward pass is left out.
     """
-    trace, part = ModuleTrace(), ["forward"]
+    trace = ModuleTrace()
 
-    def note(name: str, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple | list) and output else output
-        if part[0] != "forward" or not torch.is_grad_enabled() or not isinstance(tensor, torch.Tensor):
-            return
-        if not tensor.is_floating_point():
-            return
-        trace.outputs.setdefault(name, []).append(local(tensor).detach().clone())
-        if tensor.requires_grad:
-            kept = trace.gradients
-            tensor.register_hook(lambda found: kept.setdefault(name, []).append(local(found).detach().clone()))
+    def keep(kept: dict[str, list[torch.Tensor]], name: str, tensor: torch.Tensor) -> None:
+        kept.setdefault(name, []).append(local(tensor).detach().clone())
 
-    def observe(entered: str) -> None:
-        part[0] = entered
+    def note(name: str, tensor: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            keep(trace.outputs, name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(keep, trace.gradients, name))
 
-    handles = [
-        module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        with phase.observed(observe):
-            yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
+    with outputs_seen((named for named in model.named_modules() if named[0]), note):
+        yield trace
 
 
 def write_trace(trace: ModuleTrace, directory: Path) -> None:

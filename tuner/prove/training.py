@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from tuner.checkpoint.load import content_sha256, load_into, read_tensors
@@ -24,6 +23,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import Row
 from tuner.model.build import model_config
 from tuner.model.probe import IsolationReport, require_isolation
+from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.prove.compare import (
@@ -109,7 +109,7 @@ class Training:
     def gradients(self, batches: StepBatches) -> dict[str, torch.Tensor]:
         """The gradients of a step that is not taken, whole, by the parameter's name; nothing is left of them."""
         forward_backward(self.state, 0, batches)
-        found = {name: whole(gradient) for name, gradient in self.state.gradients().items()}
+        found = {name: whole(gradient).clone() for name, gradient in self.state.gradients().items()}
         self.state.optimizer.zero_grad()
         return found
 
@@ -144,7 +144,7 @@ def train_plain(setting: Setting) -> None:
     with traced(training.state.root.model) as trace:
         gradients = training.gradients(training.rows.each(0, training.state.method))
     write_trace(trace, setting.traces)
-    _write_tensors(setting.place / "gradients", gradients)
+    save(CheckpointDir(setting.place / "gradients", "prove"), 1, gradients, {}, {})
     losses, norms = training.steps(0, setting.half)
     half = training.save(setting.place / "plain", setting.half)
     more, further = training.steps(setting.half, setting.steps)
@@ -246,7 +246,7 @@ class _Comparison:
         figures, first = {}, ""
         for name, wanted in read_tensors(last, [f"{MODEL_PREFIX}{name}" for name in parameters]):
             own = name.removeprefix(MODEL_PREFIX)
-            found = whole(parameters[own].detach())
+            found = whole(parameters[own].detach()).clone()
             if own in gradients:
                 found = without_rounding(found, wanted, gradients[own], norm, way)
             figures[own] = apart(found, wanted, WEIGHT_FLOOR * wanted.numel() ** 0.5)
@@ -296,16 +296,6 @@ def _spread_adapters(setting: Setting, state: TrainState) -> None:
     generator = torch.Generator().manual_seed(_SEED)
     for _, parameter in sorted(state.parameters.items()):
         parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of all processes' parts, a copy of its own. Collective."""
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().clone()
-
-
-def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save(CheckpointDir(directory, "prove"), 1, tensors, {}, {})
 
 
 def _read_gradients(directory: Path) -> tuple[dict[str, torch.Tensor], float]:

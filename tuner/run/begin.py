@@ -15,7 +15,7 @@ from tuner.run.parts.part import Preflight
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
 from tuner.rundir.origin import noted
-from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
+from tuner.runtime.files import fsync_path, machine_errors, write_atomic, write_json
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved, notes, recipe_again
 from tuner.stages import shown
@@ -87,11 +87,9 @@ def _facts(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
 def write_model_config(directory: Path, resolved: Resolved) -> None:
     """Write the model's config and its generation config. Raises MachineError, DataError for what is no JSON."""
     config = directory / "config.json"
-    try:
+    with machine_errors(config):
         resolved.config.save_pretrained(directory)
         fsync_path(config)
-    except OSError as error:
-        raise machine_error(config, error) from error
     # Its own save refuses settings that published models ship, such as a temperature without sampling.
     try:
         write_json(directory / "generation_config.json", resolved.generation.to_dict())

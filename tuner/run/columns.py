@@ -1,9 +1,7 @@
 """Columns of prepared rows that a model computes once, before the first step, on all processes of a launch."""
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +17,8 @@ from tuner.data.building.columns import PART_ROWS, Builder, Columns, building, f
 from tuner.data.prepared import PackedRows, Row
 from tuner.errors import DataError, MachineError, RecipeError, VerificationError, counted
 from tuner.parallel.mesh import Mesh
-from tuner.runtime.console import Console, Updates, clock
+from tuner.runtime.console import Console, clock
+from tuner.runtime.files import hash_of
 from tuner.runtime.process import Collective, any_rank, gloo_group
 from tuner.setup.build import Assembly
 
@@ -52,7 +51,7 @@ class ColumnsInfo:
 
 def key_of(facts: Mapping[str, Any]) -> str:
     """The key of columns: a hash of all that decides them."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return hash_of(facts, 16)
 
 
 def manifest_body(
@@ -171,16 +170,17 @@ def computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
     KeyboardInterrupt on every rank where one is asked to stop, VerificationError where they should be other ones.
     """
     ranks, held = Collective(gloo_group()), ExitStack()
-    builder: list[Builder | None] = [None]
+    builders: list[Builder] = []  # rank 0's alone
 
     def take() -> State:
         try:
-            builder[0] = held.enter_context(building(spec.cache_dir, spec.level, spec.key))
+            builder = held.enter_context(building(spec.cache_dir, spec.level, spec.key))
         except MachineError as error:
             if error.__cause__ is not None:
                 raise
             return "busy"
-        return "there" if builder[0] is None else "missing"
+        builders.extend(() if builder is None else (builder,))
+        return "missing" if builders else "there"
 
     with held:
         state: State = ranks.on_rank0(take)
@@ -192,48 +192,38 @@ def computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
                 raise KeyboardInterrupt
             state = ranks.on_rank0(take)
         if state == "missing":
-            _compute(spec, work, builder[0], ranks)
+            _compute(spec, work, builders, ranks)
     return spec.path, state == "there"
 
 
-def _compute(spec: ColumnsSpec, work: Work, builder: Builder | None, ranks: Collective) -> None:
-    """Compute the parts that are not there, and publish them all. ``builder`` is rank 0's alone. Collective."""
+def _compute(spec: ColumnsSpec, work: Work, builders: Sequence[Builder], ranks: Collective) -> None:
+    """Compute the parts that are not there, and publish them all. Rank 0 has a builder. Collective."""
     parts = {split: -(-len(rows) // PART_ROWS) for split, rows in spec.splits.items()}
     every = [(split, number) for split, count in parts.items() for number in range(count)]
-    has = ranks.on_rank0(lambda: [_of(builder).has(split, number) for split, number in every])
+    has = ranks.on_rank0(lambda: [builders[0].has(split, number) for split, number in every])
     missing = [(split, number) for (split, number), there in zip(every, has, strict=True) if not there]
     total = sum(len(_rows_of(spec, split, number)) for split, number in missing)
     done, started = 0, time.monotonic()
-    with work.console.doing(_so_far(spec, 0, total, 0.0)) as doing:
+
+    def so_far(rows: int) -> str:
+        left = f", {clock((time.monotonic() - started) / rows * (total - rows))} left" if rows else ""
+        return f"computing the {spec.level}: {rows:,} of {total:,} rows{left}"
+
+    def add(split: str, number: int, found: Columns) -> None:
+        builders[0].add(split, number, found)
+
+    with work.console.doing(so_far(0)) as doing:
         for split, number in missing:
             taken = _rows_of(spec, split, number)
-            tell = partial(_tell, doing, spec, done, total, started)
+            tell = lambda more, before=done: doing.update(so_far(before + more))  # noqa: E731
             found = _part(spec.splits[split], taken, work, ranks, tell)
-            ranks.on_rank0(partial(_add, builder, split, number, found))
+            ranks.on_rank0(partial(add, split, number, found))
             done += len(taken)
-        ranks.on_rank0(lambda: _of(builder).publish(parts, spec.body, spec.wanted))
-
-
-def _add(builder: Builder | None, split: str, number: int, found: Columns) -> None:
-    _of(builder).add(split, number, found)
+        ranks.on_rank0(lambda: builders[0].publish(parts, spec.body, spec.wanted))
 
 
 def _rows_of(spec: ColumnsSpec, split: str, number: int) -> range:
     return range(number * PART_ROWS, min(len(spec.splits[split]), (number + 1) * PART_ROWS))
-
-
-def _tell(doing: Updates, spec: ColumnsSpec, done: int, total: int, started: float, more: int) -> None:
-    doing.update(_so_far(spec, done + more, total, time.monotonic() - started))
-
-
-def _so_far(spec: ColumnsSpec, done: int, total: int, seconds: float) -> str:
-    left = f", {clock(seconds / done * (total - done))} left" if done else ""
-    return f"computing the {spec.level}: {done:,} of {total:,} rows{left}"
-
-
-def _of(builder: Builder | None) -> Builder:
-    assert builder is not None, "rank 0 has it"
-    return builder
 
 
 def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, tell: Callable[[int], None]) -> Columns:
@@ -266,7 +256,7 @@ def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:
         )
     whole: dict[str, npt.NDArray[Any]] = {}
     for name, values in columns.items():
-        whole[name] = np.full(rows.document_count, np.nan, dtype=np.float32)
+        whole[name] = np.full(len(rows.documents), np.nan, dtype=np.float32)
         whole[name][numbers] = values
     return rows.with_columns(whole)
 

@@ -62,7 +62,7 @@ def disks_of(run_dir: Path, ranks: Collective) -> list[int]:
     own = run_dir.with_name(f".{run_dir.name}.seen-{secrets.token_hex(16)}")
 
     def put() -> str:
-        _make(own.parent)
+        make_dirs(own.parent)
         with machine_errors(own):
             own.touch(exist_ok=False)
         return own.name
@@ -92,11 +92,11 @@ def settle(run_dir: Path, disks: Sequence[int], ranks: Collective, say: Say) -> 
         if not leads:
             return None
         run = RunDir(run_dir)
-        _make(run_dir)
+        make_dirs(run_dir)
         with hold(run_dir):
             said = None if ranks.rank == chosen else bring_exactly(run_dir)
             run.sweep()  # what a launch that was killed has not carried to rank 0
-        _make(run.logs)
+        make_dirs(run.logs)
         return said
 
     ranks.together(decide)
@@ -134,7 +134,7 @@ def write_apart(
                 discard_dir(path)
 
     try:
-        ranks.together(lambda: _make(directory) if is_away else None)
+        ranks.together(lambda: make_dirs(directory) if is_away else None)
         written = write_shards(directory, tensors, staged, ranks)
         sizes = ranks.on_rank0(lambda: [(rank, written[rank].name, written[rank].size) for rank in away])
         for source, name, size in sizes:
@@ -166,9 +166,3 @@ def _carry(path: Path, source: int, start: int, length: int, ranks: Collective) 
         read_bytes(path, start, data.numpy().data)
     finally:
         dist.send(data, group=ranks.group, group_dst=0)
-
-
-def _make(directory: Path) -> None:
-    """Make a directory. Raises MachineError."""
-    with machine_errors(directory):
-        make_dirs(directory)

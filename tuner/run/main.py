@@ -183,8 +183,9 @@ def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[No
         return
     try:
         make_dirs(run.path)
-    except OSError as error:
-        raise MachineError(f"{run.path}: {error.strerror}", hint="choose an output_dir that can be written") from error
+    except MachineError as error:
+        error.hint = error.hint or "choose an output_dir that can be written"
+        raise
     with lock:
         yield
 

@@ -12,7 +12,7 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
-from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
+from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_errors, regular_size, sha256_file
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import class_facts, manifest_facts, quantizer_facts
 from tuner.setup.specs import assembly_spec
@@ -134,11 +134,9 @@ def write_tokenizer(run: RunDir, assembly: Assembly) -> None:
     assembly.tokenizer.save(run.path / TOKENIZER)
     rows, path = assembly.prepared.path / ID_PROBES, run.path / ID_PROBES
     kept = read_probes(rows) if rows.is_file() else []
-    try:
+    with machine_errors(path):
         write_probes(path, [*kept, *text_probes(assembly.tokenizer)])
         fsync_path(path)
-    except OSError as error:
-        raise machine_error(path, error) from error
 
 
 def tokenizer_meta(run: RunDir) -> dict[str, Any]:

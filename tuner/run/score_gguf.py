@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tuner.evals.requests import Likelihood, ScoreRequest
 from tuner.evals.scorer import before_stops
 from tuner.export.gguf.engine import GREEDY, Engine, served
 from tuner.export.gguf.header import read_keys
-from tuner.run.score_tasks import TasksScore
+from tuner.run.score_tasks import TasksScore, scored
 from tuner.run.tasks.task_scores import write_scores
 from tuner.runtime.console import Console
 
@@ -122,12 +121,7 @@ def score_gguf(
         with console.doing("loading model"):
             engine = stack.enter_context(served(path, longest + _AFTER))
         console.say("model", f"{path} · {keys.get('general.architecture')} of GGUF, served by llama.cpp")
-        loaded = load_tasks(tasks, ServedTexts(engine), length)
-        started, scores = time.monotonic(), []
-        for task in loaded:
-            with console.doing(f"scoring {task.name}"):
-                scores.append(task.score(ServedScorer(engine)))
-        seconds = time.monotonic() - started
+        scores, seconds = scored(load_tasks(tasks, ServedTexts(engine), length), ServedScorer(engine), console)
     if output is not None:
         write_scores(output, scores)
     return TasksScore(path, None, scores, seconds)

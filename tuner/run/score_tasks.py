@@ -12,8 +12,9 @@ from tuner.config.overrides import Override
 from tuner.data.building.spec import prepare_spec
 from tuner.errors import RecipeError
 from tuner.evals.load import check_tasks, load_tasks
+from tuner.evals.requests import Respondent
 from tuner.evals.scorer import Scorer
-from tuner.evals.task import TaskScore
+from tuner.evals.task import ScoredTask, TaskScore
 from tuner.run.score import Trained, loaded_model, recipe_of, run_recipe
 from tuner.run.tasks.task_scores import write_scores
 from tuner.rundir.model_path import RunCheckpoint
@@ -68,6 +69,15 @@ def any_model(path: Path) -> dict[str, Any]:
     return {"model": {"name_or_path": str(path)}, "data": {"train": "-"}}
 
 
+def scored(tasks: Sequence[ScoredTask], scorer: Respondent, console: Console) -> tuple[list[TaskScore], float]:
+    """The scores of tasks, and the seconds that they took."""
+    started, scores = time.monotonic(), []
+    for task in tasks:
+        with console.doing(f"scoring {task.name}"):
+            scores.append(task.score(scorer))
+    return scores, time.monotonic() - started
+
+
 def score_tasks(
     trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: Console, output: Path | None = None
 ) -> TasksScore:
@@ -89,12 +99,7 @@ def score_tasks(
         row_tokens = rows_at_once(recipe.train) * spec.max_length
         # With one copy among several processes, each answers prompts by all of them together.
         scorer = Scorer(root, step_config, spec.tokenizer, row_tokens, is_whole=not step_config.mesh.is_sharded)
-        tasks = load_tasks(recipe.eval.tasks, spec.tokenizer, spec.max_length)
-        started, scores = time.monotonic(), []
-        for task in tasks:
-            with console.doing(f"scoring {task.name}"):
-                scores.append(task.score(scorer))
-        seconds = time.monotonic() - started
+        scores, seconds = scored(load_tasks(recipe.eval.tasks, spec.tokenizer, spec.max_length), scorer, console)
         if output is not None:
             Collective(gloo_group()).on_rank0(lambda: write_scores(output, scores))
     step = trained.checkpoint.step if isinstance(trained, RunCheckpoint) else None

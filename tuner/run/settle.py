@@ -8,7 +8,6 @@ prepared data, by what it depends on.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -29,7 +28,8 @@ from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import keep_json, read_json, scratch_dir, write_json
+from tuner.runtime.environment import versions
+from tuner.runtime.files import hash_of, keep_json, read_json, scratch_dir, write_json
 from tuner.runtime.process import from_rank0
 from tuner.setup.settled import (
     LEVEL,
@@ -55,7 +55,6 @@ LONGEST_S = 600
 """Seconds after which a prediction is given up."""
 STEP_BYTES = 128 << 20
 """Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
-LIBRARIES = ("torch", "transformers", "peft", "liger-kernel", "tuner-lm")
 WITHOUT: Mapping[str, Any] = {MICRO: 1, LEVEL: "none", TILED: False, OFFLOAD: False}
 """What is taken where nothing can be predicted."""
 PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
@@ -207,15 +206,9 @@ def _key(job: Mapping[str, Any], target: Target) -> str:
         "data": Path(job["data"]).name,
         "ranks": {**job["ranks"], "rank": 0, "local_rank": 0},
         "device": [target.device.shown, target.limit_bytes],
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _version(name: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
+    return hash_of(facts, 16)
 
 
 def main() -> None:

@@ -148,7 +148,7 @@ def _require_same_branch(run: RunDir, record: Mapping[str, Any], options: Launch
         branched is None or options.resume not in (branched, branched.parent.parent)
     ):
         raise RecipeError(
-            f"{run.path} holds a run that did not begin from {options.resume}",
+            f"{shown(run.path)} holds a run that did not begin from {options.resume}",
             hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
 
@@ -190,9 +190,8 @@ def _another_recipe(
         resume = " --resume must" if options.resume == "never" else ""
         ways.append(f"change it in this run: add{resume} --reset {resets}")
     ways.append(f"start another run: {_new_run(run, record, loaded)}")
-    return RecipeError(
-        f"{run.path} holds a run with another recipe ({changed.shown()}); it was not touched", hint="      ".join(ways)
-    )
+    said = f"{shown(run.path)} holds a run with another recipe ({changed.shown()}); it was not touched"
+    return RecipeError(said, hint="      ".join(ways))
 
 
 def _new_run(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe) -> str:
@@ -297,7 +296,8 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
     before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
     changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
     if changed.refuse:
-        raise RecipeError(f"{found.path} was saved with another recipe ({changed.shown()})", hint=_way_from(changed))
+        said = f"{shown(found.path)} was saved with another recipe ({changed.shown()})"
+        raise RecipeError(said, hint=_way_from(changed))
     return changed
 
 
@@ -318,7 +318,7 @@ def require_same_choices(
     changed, known = (changes(recipe_dict(before.recipe), recipe_dict(recipe), freed) for recipe in (resolved, written))
     if changed.refuse:
         raise RecipeError(
-            f"{status.run.path}: this machine resolves the recipe differently ({changed.shown()})",
+            f"{shown(status.run.path)}: this machine resolves the recipe differently ({changed.shown()})",
             hint=f"keep the run's choices: tuner resume {status.run.path}",
         )
     warn_of_changes([line for line in changed.warn if line not in known.warn], console)

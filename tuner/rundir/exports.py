@@ -9,7 +9,7 @@ from typing import Any
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError
 from tuner.rundir.layout import LATEST
-from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_error, read_json
+from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_errors, read_json
 
 UNFINISHED_LINK = f"{TMP_PREFIX}{LATEST}-"
 """What `latest` is called before it takes the place of the one before; whoever is killed then leaves it."""
@@ -29,21 +29,15 @@ def link_latest(directory: Path, name: str) -> None:
     link = directory / LATEST
     fresh = directory / f"{UNFINISHED_LINK}{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        for left in directory.glob(f"{UNFINISHED_LINK}*"):  # by one that was killed
-            if not _is_running(left.name.removeprefix(UNFINISHED_LINK).partition("-")[0]):
-                left.unlink(missing_ok=True)
-        os.symlink(name, fresh)
-        os.rename(fresh, link)
-        fsync_dir(directory)
-    except OSError as error:
-        raise machine_error(link, error) from error
+        with machine_errors(link):
+            for left in directory.glob(f"{UNFINISHED_LINK}*"):  # by one that was killed
+                if not Path("/proc", left.name.removeprefix(UNFINISHED_LINK).partition("-")[0]).exists():
+                    left.unlink(missing_ok=True)
+            os.symlink(name, fresh)
+            os.rename(fresh, link)
+            fsync_dir(directory)
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def _is_running(pid: str) -> bool:
-    """Whether a process of this number runs here."""
-    return Path("/proc", pid).exists()
 
 
 def version_dirs(directory: Path) -> list[tuple[int, Path]]:

@@ -25,7 +25,7 @@ from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, reading
 from tuner.runtime.lock import is_locked
-from tuner.stages import url_of
+from tuner.stages import shown, url_of
 
 MAX_DEPTH = 4
 """How deep below a directory runs are looked for."""
@@ -202,7 +202,7 @@ def read_run(path: Path) -> Run:
     if not is_run(path):
         directory = path if next(_run_dirs(path, MAX_DEPTH), None) is not None else path.parent
         raise RecipeError(
-            f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {directory}"
+            f"{shown(path)} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {directory}"
         )
     require_no_links(path)
     return Run(path, read_record(path))

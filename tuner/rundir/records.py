@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonlines
 
-from tuner.runtime.files import fsync_dir, fsync_path, machine_error, write_atomic
+from tuner.runtime.files import fsync_dir, fsync_path, machine_errors, write_atomic
 
 REPEATED = (None, "eval")
 """Kinds of lines that an evaluation which is repeated writes again; samples have none."""
@@ -31,32 +31,24 @@ class Records:
         """Write what is buffered."""
         if self._path is None or not self._lines:
             return
-        try:
-            with self._path.open("a", encoding="utf-8") as file, jsonlines.Writer(file) as writer:
-                writer.write_all(self._lines)
-        except OSError as error:
-            raise machine_error(self._path, error) from error
+        with machine_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+            jsonlines.Writer(file).write_all(self._lines)
         self._lines.clear()
 
     def sync(self) -> None:
         """Wait until all that was flushed is on the disk, as before a checkpoint commits. Any thread may do so."""
         if self._path is None or not self._path.exists():
             return
-        try:
+        with machine_errors(self._path):
             fsync_path(self._path)
             fsync_dir(self._path.parent)
-        except OSError as error:
-            raise machine_error(self._path, error) from error
 
     def read(self) -> list[dict[str, Any]]:
         """The lines of the file, without a last one cut short by a crash; none without a file."""
         if self._path is None or not self._path.exists():
             return []
-        try:
-            with jsonlines.open(self._path) as reader:
-                return list(reader.iter(type=dict, skip_invalid=True))
-        except OSError as error:
-            raise machine_error(self._path, error) from error
+        with machine_errors(self._path), jsonlines.open(self._path) as reader:
+            return list(reader.iter(type=dict, skip_invalid=True))
 
     def cut_back(self, step: int, evaluates: bool = False) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again.
@@ -68,6 +60,5 @@ class Records:
         lines = [line for line in self.read() if line["step"] <= step]
         kept = [line for line in lines if not evaluates or line["step"] < step or line.get("kind") not in REPEATED]
         text = io.StringIO()
-        with jsonlines.Writer(text) as writer:
-            writer.write_all(kept)
+        jsonlines.Writer(text).write_all(kept)
         write_atomic(self._path, text.getvalue().encode())

@@ -31,9 +31,7 @@ TO_COMPILE = "apt install g++ python3-dev; pip install triton"
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """By which a user bounds the instructions that oneDNN, whose kernels multiply matrices on a CPU, may use."""
-_ISAS_WITHOUT_BF16 = frozenset(
-    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"},
-)
+_ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
 """Its names of instruction sets that do not multiply bf16."""
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""

@@ -30,10 +30,9 @@ class RankInfo:
         return self.rank == 0
 
     @staticmethod
-    def is_given(env: Mapping[str, str] | None = None) -> bool:
+    def is_given() -> bool:
         """Whether torchrun, or srun with several tasks, started this process and says which one it is."""
-        values = os.environ if env is None else env
-        return ("RANK" in values and "WORLD_SIZE" in values) or _is_slurm_task(values)
+        return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _is_slurm_task(os.environ)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None) -> RankInfo:

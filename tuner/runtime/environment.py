@@ -1,6 +1,7 @@
 """What a launch ran on, by which versions, and how it was called: enough to do it again, and never a secret."""
 
 import functools
+import json
 import os
 import platform
 import re
@@ -8,22 +9,16 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from tuner import __version__
 from tuner.runtime.dist import cores
 
-PACKAGES = (
-    "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",
-    "huggingface-hub", "pydantic", "datasets", "triton", "flash-attn", "flash-attn-4",
-    "nvidia-cutlass-dsl", "bitsandbytes", "accelerate",
-)  # fmt: skip
+_LISTED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+PACKAGES: list[str] = _LISTED["packages"]
 """Whose versions are recorded, besides Python's and the program's own, whatever it is published as."""
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUBLAS_WORKSPACE_CONFIG", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
-    "PYTHONHASHSEED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS",
-    "TOKENIZERS_PARALLELISM",
-)  # fmt: skip
+VARIABLES: list[str] = _LISTED["variables"]
 """Variables that are recorded, besides those with one of the prefixes."""
 PREFIXES = ("GLOO_", "GOMP_", "KMP_", "NCCL_", "OMP_", "TORCH_NCCL_", "TUNER_")
 HIDDEN = "***"

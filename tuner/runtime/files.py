@@ -121,13 +121,14 @@ def flush_tree(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Make a directory and its missing parents so that a power loss takes none of their names. Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True)
-    device = path.stat().st_dev
-    for parent in path.absolute().parents:  # one that a killed process made may not be on the disk either
-        if parent.stat().st_dev != device or not os.access(parent, os.W_OK | os.R_OK):
-            break
-        fsync_dir(parent)
+    """Make a directory and its missing parents so that a power loss takes none of their names. Raises MachineError."""
+    with machine_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        device = path.stat().st_dev
+        for parent in path.absolute().parents:  # one that a killed process made may not be on the disk either
+            if parent.stat().st_dev != device or not os.access(parent, os.W_OK | os.R_OK):
+                break
+            fsync_dir(parent)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
@@ -229,6 +230,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def hash_of(facts: Any, digits: int) -> str:
+    """So many hexadecimal digits by which facts are known: of the SHA-256 of their JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 
 def sha256_file(path: Path) -> str:

@@ -1,10 +1,12 @@
 """Memory of the host that holds what a device has no room for, and who counts it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
+
+from tuner.runtime.members import member
 
 HostPart = Literal["optimizer", "activations", "gradients", "parameters", "staging"]
 """What bytes of the host are for, in the words of a prediction."""
@@ -28,11 +30,6 @@ def entered(tensor: torch.Tensor, part: HostPart) -> None:
         observer(tensor, part)
 
 
-@contextmanager
-def observed(observer: Callable[[torch.Tensor, HostPart], None]) -> Iterator[None]:
+def observed(observer: Callable[[torch.Tensor, HostPart], None]) -> AbstractContextManager[None]:
     """Have ``observer`` called with each tensor that is kept on the host, and what for, for the length of the block."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+    return member(_observers, observer)

@@ -2,9 +2,11 @@
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from tuner.runtime.members import member
 
 STATUS_BYTES = 128
 _status: mmap.mmap | None = None
@@ -27,14 +29,9 @@ def enter_part(step: int, part: str) -> None:
         observer(part)
 
 
-@contextmanager
-def observed(observer: Callable[[str], None]) -> Iterator[None]:
+def observed(observer: Callable[[str], None]) -> AbstractContextManager[None]:
     """Have `observer` called with the name of each part of a step as it begins, for the length of the block."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+    return member(_observers, observer)
 
 
 def at() -> str:

@@ -6,12 +6,10 @@ the store is through which the ranks meet. Where an actor is lost, its rank sees
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import tempfile
 import time
@@ -20,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tuner.errors import MachineError, RecipeError, TunerError, counted
 from tuner.runtime import phase, spawn
@@ -38,7 +38,6 @@ LEFT_ALONE = "RAY_kill_child_processes_on_worker_exit"
 """Ray would kill a rank with its actor, which is to save first."""
 AT_ONCE_S = 2.0
 """What actors get to kill their ranks where the command ends at once."""
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def run_ranks(
     assert processes == layout.ranks
     about = spawn.job_of(work, job, logs, says)
     with ExitStack() as stack:
-        return spawn.supervised(_RayRanks(logs, layout, timeout_s, about, stack))
+        return spawn.supervised(_RayRanks(logs, layout, timeout_s, about, stack, layout.ray))
 
 
 class RankActor:
@@ -165,17 +164,13 @@ class _RayRanks(Ranks):
     timeout_s: float
     about: dict[str, Any]
     stack: ExitStack
+    ray: Any
     actors: list[Any] = field(default_factory=list)
     _ended: dict[Any, int] = field(default_factory=dict)
     """What each rank's end is asked for by, and the rank."""
     _said: Any = None
     _at: dict[int, str] = field(default_factory=dict)
     _warned: list[str] = field(default_factory=list)
-
-    @property
-    def ray(self) -> Any:
-        """The package, connected."""
-        return self.layout.ray
 
     def start(self, signals: StopSignals) -> None:
         """Wait for room on the machines, have an actor there for each rank, and start them all."""
@@ -285,10 +280,5 @@ def interface_of(address: str) -> str:
 
     gloo would take the one of the address that the host's name resolves to, which is often the loopback's.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if address in (each.address for each in own)), "")

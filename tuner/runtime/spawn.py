@@ -1,7 +1,5 @@
 """Several processes of one run on this machine: started and watched by the process that a person started.
 
-from __future__ import annotations
-
 That process joins no process group. It counts the stop signals (the ranks live in sessions of their own, so a Ctrl-C
 reaches them through it alone) and says which rank failed and why, from the reports that the ranks leave as files:
 an exit code alone is lost when a signal ends a process.

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tuner.errors import ExitCode
+from tuner.runtime.members import member
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_REPEAT_S = 2.0
@@ -46,8 +47,8 @@ class StopSignals:
     A terminal that is closed sends SIGHUP, and its shell may send another: a SIGHUP is never the one more.
     A signal that the process was started to ignore stays ignored: SIGHUP under nohup, SIGINT in a script's background
     job, which a Ctrl-C meant for the script must not stop.
-    torchrun passes a Ctrl-C on although the terminal has sent it already: signals that come within `repeat_s`
-    seconds of the first count as the first. The default is 2 s below torchrun and 0 s elsewhere.
+    torchrun passes a Ctrl-C on although the terminal has sent it already: below it, signals that come within 2 s of
+    the first count as the first.
     `on_request` is called with the signal's name from within the handler: let it print one line at most. `at_once`
     is called before the process ends at the second signal: what must not outlive it ends there.
     Outside the main thread, where Python allows no handlers, entering changes nothing.
@@ -56,14 +57,11 @@ class StopSignals:
     def __init__(
         self,
         on_request: Callable[[str], None] | None = None,
-        repeat_s: float | None = None,
         at_once: Callable[[], None] | None = None,
     ) -> None:
-        below_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if repeat_s is None:
-            repeat_s = LAUNCHER_REPEAT_S if below_torchrun else 0.0
         # A scheduler may signal every process of a job, and the one that started this passes its own signal on.
-        self._repeat_s = math.inf if COUNTED_ABOVE in os.environ else repeat_s
+        below_torchrun = LAUNCHER_REPEAT_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        self._repeat_s = math.inf if COUNTED_ABOVE in os.environ else below_torchrun
         self._on_request = on_request
         self._at_once = at_once
         self.number: signal.Signals | None = None
@@ -151,28 +149,17 @@ def over() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-@contextlib.contextmanager
-def undone(action: Callable[[], object]) -> Iterator[None]:
+def undone(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """For the length of the block, `action` is called where a signal ends the process; what it raises is ignored.
 
     It runs in a signal handler: it imports nothing, and takes no lock that the main thread may hold.
     """
-    _undo.append(action)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            _undo.remove(action)
+    return member(_undo, action)
 
 
-@contextlib.contextmanager
-def answered(answer: Callable[[], int]) -> Iterator[None]:
+def answered(answer: Callable[[], int]) -> contextlib.AbstractContextManager[None]:
     """For the length of the block, `answer` says that a signal ended the process, and with which exit code."""
-    _answers.append(answer)
-    try:
-        yield
-    finally:
-        _answers.remove(answer)
+    return member(_answers, answer)
 
 
 @contextlib.contextmanager
@@ -230,9 +217,9 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     code = int(ExitCode.INTERRUPTED)
     try:
         end_children()
-        while _undo:
+        for action in reversed(_undo):
             with contextlib.suppress(Exception):  # the others are to be undone too; what stays is swept later
-                _undo.pop()()
+                action()
         code = _answers[-1]() if _answers else _said()
     finally:
         os._exit(code)

@@ -4,6 +4,7 @@ Where torch lost one, what needs it says so; training needs none: it has a publi
 private names of torch anywhere else.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,31 +29,10 @@ class Need:
     still_works: str
 
 
-_PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "training works without it")
-_RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training works without it")
-_SAMPLES = Need("answering samples on several processes (`eval.samples`)", "`eval.samples: 0` trains without it")
-_FLOAT8 = Need("`train.precision: fp8`", "`bf16` trains without it")
-_SHARDS = Need("shards of several processes, or in the host's memory", "one process without `parallel.offload` trains")
-_SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
-_COMPILED = Need("compiling layers with routers that are computed again", "`train.compile: false` trains without it")
-NAMES = {
-    "compiler_settings": ("torch._dynamo.config", _COMPILED),
-    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
-    "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", _PREDICTION),
-    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", _PREDICTION),
-    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", _PREDICTION),
-    "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", _PREDICTION),
-    "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", _PREDICTION),
-    "FSDPParam": ("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", _PREDICTION),
-    "OPDEFS": ("torch._library.custom_ops.OPDEFS", _PREDICTION),
-    "current_autograd_node": ("torch._C._current_autograd_node", _PREDICTION),
-    "sequence_number": ("torch._C._autograd._get_sequence_nr", _PREDICTION),
-    "RecordScope": ("torch._C._profiler.RecordScope", _RECORDING),
-    "EventType": ("torch._C._profiler._EventType", _RECORDING),
-    "ProfilerConfig": ("torch._C._profiler._ExperimentalConfig", _RECORDING),
-    "record_memory_history": ("torch.cuda.memory._record_memory_history", _RECORDING),
-    "dump_snapshot": ("torch.cuda.memory._dump_snapshot", _RECORDING),
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_NEEDS = {key: Need(row["by"], row["still_works"]) for key, row in _TABLE.items()}
+_PREDICTION = _NEEDS["prediction"]
+NAMES = {name: (path, _NEEDS[key]) for key, row in _TABLE.items() for name, path in row.get("names", {}).items()}
 """By the name here: where torch has it, what needs it, and what works without."""
 
 
@@ -121,13 +102,13 @@ def fsdp_groups(unit: Any) -> list[Any]:
 
     What is set there (``post_forward_mesh_info``) can be written by `set_reshard_after_forward`, and read nowhere else.
     """
-    state = private_attribute(unit, "_get_fsdp_state", _SAMPLES)()
-    return list(private_attribute(state, "_fsdp_param_groups", _SAMPLES))
+    state = private_attribute(unit, "_get_fsdp_state", _NEEDS["samples"])()
+    return list(private_attribute(state, "_fsdp_param_groups", _NEEDS["samples"]))
 
 
 def to_empty(module: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
     """Give every tensor of a module storage where it has its place; torch's own has one place for all of them."""
-    private_attribute(module, "_apply", _SHARDS)(lambda one: torch.empty_like(one, device=place(one)))
+    private_attribute(module, "_apply", _NEEDS["shards"])(lambda one: torch.empty_like(one, device=place(one)))
 
 
 @contextmanager
@@ -157,7 +138,7 @@ def moved_shards(
 
 def schema(function: Any) -> Any:
     """Name and arguments of an operation as it was declared."""
-    return private_attribute(function, "_schema", _SELECTIVE)
+    return private_attribute(function, "_schema", _NEEDS["selective"])
 
 
 def custom_body(function: Any) -> Callable[..., Any] | None:
@@ -180,7 +161,7 @@ def scaled_product(
     What their rows and columns are multiplied by is float32 ``[M, 1]`` and ``[1, N]``. Torch's public function
     (``torch.nn.functional.scaled_mm``) has no kernel for CPUs up to 2.13.
     """
-    found: torch.Tensor = private_attribute(torch, "_scaled_mm", _FLOAT8)(
+    found: torch.Tensor = private_attribute(torch, "_scaled_mm", _NEEDS["float8"])(
         left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype
     )
     return found
@@ -206,7 +187,7 @@ def allow_notes_in_checkpoints() -> None:
     this: Any = sys.modules[__name__]
     settings = this.compiler_settings
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    private_attribute(settings, name, _COMPILED)
+    private_attribute(settings, name, _NEEDS["compiled"])
     setattr(settings, name, True)
 
 

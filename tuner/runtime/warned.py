@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tuner.runtime.files import append
 
@@ -68,14 +68,7 @@ def collected(into: Warned, say: Callable[[str], None]) -> Iterator[None]:
     """Collect what is said inside the block, by any thread. `say` writes a line of Python's warnings to stderr."""
     shown, factory = warnings.showwarning, logging.getLogRecordFactory()
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
         text = python_warning(message, category, filename, lineno)
         if into.add(text):
             say(f"warning: {text}")

@@ -4,17 +4,20 @@
 run, nothing is fetched, and nothing is written.
 """
 
-import ast
 import os
+import re
+import symtable
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import decode_source
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tuner.config.load import ReadRecipe
-from tuner.config.methods import CustomMethod, DistillMethod
-from tuner.config.optimizers import CustomOptimizer, rounds_stochastically
+from tuner.config.methods import DistillMethod
+from tuner.config.optimizers import rounds_stochastically
 from tuner.config.recipe import DataSource, PeftAdapter, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.data.encoding.template import ChatTemplate
@@ -31,6 +34,7 @@ from tuner.train.schedule import schedule_flaws
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = 1000
 """Steps that stand for a run whose length is not known."""
+_STAR = re.compile(r"^\s*from\s[^#]*\simport\s*\*", re.MULTILINE)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
 
 
@@ -131,11 +135,9 @@ def check_files(recipe: Recipe, found: Findings) -> None:
     """Check every path and every name of the user's code. Reads no records and no weights."""
     _check_model_files(recipe, found)
     _check_tokenizer(recipe, found)
-    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
-            if recipe.data.portions is not None and recipe.data.portions.may_come_later(source):
-                continue
-            with found.of(f"data.{name}.{number}.path"):
+    for key, source in _sources(recipe):
+        if recipe.data.portions is None or not recipe.data.portions.may_come_later(source):
+            with found.of(f"{key}.path"):
                 _check_source(source)
     for key, use, group in _own_code(recipe):
         with found.of(key):
@@ -144,6 +146,14 @@ def check_files(recipe: Recipe, found: Findings) -> None:
         if path is not None:
             with found.of(key):
                 _check_writable(Path(path))
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, DataSource]]:
+    """The sources of data, each with its key."""
+    for split in ("train", "eval"):
+        sources = getattr(recipe.data, split)
+        for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
+            yield f"data.{split}.{number}", source
 
 
 def _check_model_files(recipe: Recipe, found: Findings) -> None:
@@ -248,21 +258,14 @@ def _check_source(source: DataSource) -> None:
 
 def _own_code(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Key, name and group of entry points of each piece of the user's code."""
-    if recipe.tokenizer.use is not None:
-        yield "tokenizer.use", recipe.tokenizer.use, "tuner.tokenizers"
-    if isinstance(recipe.method, CustomMethod):
-        yield "method.use", recipe.method.use, "tuner.methods"
-    if isinstance(recipe.optimizer, CustomOptimizer):
-        yield "optimizer.use", recipe.optimizer.use, "tuner.optimizers"
-    if isinstance(recipe.schedule, CustomSchedule):
-        yield "schedule.use", recipe.schedule.use, "tuner.schedules"
-    for number, hook in enumerate(recipe.hooks):
-        yield f"hooks.{number}.use", hook.use, "tuner.hooks"
-    for split in ("train", "eval"):
-        sources = getattr(recipe.data, split)
-        for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
-            if source.use is not None:
-                yield f"data.{split}.{number}.use", source.use, "tuner.data_sources"
+    named: list[tuple[str, Any, str]] = [
+        *((name, getattr(recipe, name), f"{name}s") for name in ("tokenizer", "method", "optimizer", "schedule")),
+        *((f"hooks.{number}", hook, "hooks") for number, hook in enumerate(recipe.hooks)),
+        *((key, source, "data_sources") for key, source in _sources(recipe)),
+    ]
+    for key, section, group in named:
+        if (use := getattr(section, "use", None)) is not None:
+            yield f"{key}.use", use, f"tuner.{group}"
 
 
 def _check_code(use: str, group: str) -> None:
@@ -275,36 +278,15 @@ def _check_code(use: str, group: str) -> None:
             raise RecipeError(f"{use}: no entry point of that name in {group}", hint=f"{known}; a file is FILE.py:NAME")
         return
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        source = decode_source(Path(file).read_bytes())
+        table = symtable.symtable(source, file, "exec")
     except OSError:
         raise RecipeError(f"{file}: no such file", hint="a relative path starts from the recipe's directory") from None
     except (SyntaxError, ValueError) as error:
         raise RecipeError(f"{file}:{getattr(error, 'lineno', 1)}: not Python: {getattr(error, 'msg', error)}") from None
-    names = set(_defined(tree.body))
-    if name not in names and "*" not in names:
+    names = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    if name not in names and not _STAR.search(source):
         raise RecipeError(f"{file}: defines no {name}", hint=f"it defines {', '.join(sorted(names)) or 'nothing'}")
-
-
-def _defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements of a module bind, those inside `if` and `try` included; `*` for a star import."""
-    for node in body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield node.name
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-            case ast.Assign():
-                yield from (
-                    item.id for target in node.targets for item in ast.walk(target) if isinstance(item, ast.Name)
-                )
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                yield name
-            case ast.If() | ast.Try() | ast.With():
-                yield from _defined(
-                    [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
-                )
-            case _:
-                pass
 
 
 def _check_writable(path: Path) -> None:

@@ -1,7 +1,7 @@
 """What lowers the memory of a recipe: lines to write, none of which it has already."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError, is_out_of_memory, memory_line
@@ -41,11 +41,17 @@ def less_memory(resolved: Resolved, processes: int = 1) -> str:
 
 
 @contextmanager
-def memory_errors(resolved: Resolved, processes: int) -> Iterator[None]:
-    """Turn a failed allocation of the block into a MemoryLimitError that says what to write."""
+def memory_errors_as(made: Callable[[BaseException], MemoryLimitError]) -> Iterator[None]:
+    """Turn a failed allocation of the block into what is made of it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryLimitError(f"out of memory: {memory_line(error)}", hint=less_memory(resolved, processes)) from error
+        raise made(error) from error
+
+
+def memory_errors(resolved: Resolved, processes: int) -> AbstractContextManager[None]:
+    """Turn a failed allocation of the block into a MemoryLimitError that says what to write."""
+    hint = less_memory(resolved, processes)
+    return memory_errors_as(lambda error: MemoryLimitError(f"out of memory: {memory_line(error)}", hint=hint))

@@ -5,11 +5,11 @@ import torch
 
 from tuner.config.methods import Examples
 from tuner.data.batches import IGNORED, Batch, StepBatches, step_of
-from tuner.errors import MemoryLimitError, is_out_of_memory
+from tuner.errors import MemoryLimitError
 from tuner.model.row_layout import Route
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
-from tuner.setup.less_memory import less_memory
+from tuner.setup.less_memory import less_memory, memory_errors_as
 from tuner.train.step import forward_backward
 
 
@@ -21,20 +21,15 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
     train_state = assembly.train_state
     batches = full_batches(assembly, assembly.batches.micro_batch_size)
     n_tokens = len(batches.micro[0].input_ids)
+    it, hint = f"micro-batch of {n_tokens:,} tokens", less_memory(assembly.resolved, assembly.mesh.size)
     try:
-        forward_backward(train_state, 0, batches)
-        if train_state.step_config.device.type == "cuda":
-            torch.cuda.synchronize(train_state.step_config.device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryLimitError(
-            f"a micro-batch of {n_tokens:,} tokens does not fit into memory",
-            hint=less_memory(assembly.resolved, assembly.mesh.size),
-        ) from error
+        with memory_errors_as(lambda error: MemoryLimitError(f"a {it} does not fit into memory", hint=hint)):
+            forward_backward(train_state, 0, batches)
+            if train_state.step_config.device.type == "cuda":
+                torch.cuda.synchronize(train_state.step_config.device)
     finally:
         train_state.optimizer.zero_grad()
-    console.debug(f"a full micro-batch of {n_tokens:,} tokens fits")
+    console.debug(f"a full {it} fits")
 
 
 def full_batches(assembly: Assembly, rows: int) -> StepBatches:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import json
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,7 +21,7 @@ import torch
 
 from tuner.errors import TunerError
 from tuner.runtime.environment import versions
-from tuner.runtime.files import keep_json, read_json
+from tuner.runtime.files import hash_of, keep_json, read_json
 from tuner.stages import cache_root
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def key_of(resolved: Resolved, root: CausalLM, longest: int, packed: bool) -> st
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "versions": versions(),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hash_of(facts, 32)
 
 
 def known(key: str, cache: Path | None) -> Verdict | None:

@@ -48,8 +48,7 @@ class Bringing:
         roots = {self._whole[name] for name in differing if name in self._whole}
         differing |= {name for name, root in self._whole.items() if root in roots}
         self.state.commit_id = None
-        with files.machine_errors(self.stage):
-            files.make_dirs(self.stage)
+        files.make_dirs(self.stage)
         self.state.write(self.stage)
         prefix = f"{files.TMP_PREFIX}{self.stage.name}.store-"
         for leftover in self.stage.parent.glob(f"{glob.escape(prefix)}*"):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tuner.errors import MachineError
@@ -41,26 +42,8 @@ T = TypeVar("T")
 Version = Mapping[str, str]
 """What a store calls one state of an object: its etag, on Google its generation too."""
 
-_CAUSES: tuple[tuple[str, str, str], ...] = (
-    (r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", "there is no such bucket",
-     "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
-     "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
-    (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
-     "correct the clock (timedatectl set-ntp true), then run the same command"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
-     r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
-    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
-     r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
-     "the store knows no such credentials",
-     "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
-    (r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
-     "these credentials have no right to do this",
-     "ask for the rights to read, write, list and delete below this prefix, or export other credentials"),
-    (r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
-     "the store does not answer", "when it can be reached again, run the same command"),
-)  # fmt: skip
-"""What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
+_CAUSES: list[dict[str, str]] = json.loads(Path(__file__).with_name("causes.json").read_text(encoding="utf-8"))
+"""What the `words` of an error mean, a pattern, in this order; in obstore's text they stand with the store's answer."""
 
 
 @dataclass(frozen=True)
@@ -116,41 +99,27 @@ class Client:
         with _errors(self.url):
             self.library.put(self.store, key, data, use_multipart=False)
 
-    def put_if(self, key: str, data: bytes, version: Version | None) -> Version | None:
-        """Make an object where none is (`version` None), or replace this version of it; its new version.
-
-        None where it is otherwise, and also after an answer that was lost, when the library sent the request a second
-        time: who must know reads the object back.
-        """
-        exceptions = self.library.exceptions
-        mode = "create" if version is None else dict(version)
-        try:
-            with _errors(self.url):
-                return _version(self.library.put(self.store, key, data, mode=mode, use_multipart=False))
-        except MachineError as error:
-            if isinstance(error.__cause__, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
-                return None
-            raise
-
     def settle(self, key: str, data: bytes, version: Version | None) -> tuple[bytes, Version] | None:
-        """`put_if` until it is known what is there: `data` where this put was the one, else another's, or nothing.
+        """Make an object where none is (`version` None), or replace this version of it, until one knows what is there.
 
-        Every content is put under a condition at most once in its life, so that finding one's own bytes means that the
-        put was done, whatever its answer was.
+        That is `data`, with its new version, where this put was the one, else another's, or nothing. Every content is
+        put under a condition at most once in its life, so that finding one's own bytes means that the put was done,
+        whatever its answer was.
         """
-        refused: MachineError | None = None
+        mode = "create" if version is None else dict(version)
         for _ in range(3):
             try:
-                if made := self.put_if(key, data, version):
-                    return data, made
-            except MachineError as error:  # it may have been carried out all the same
+                with _errors(self.url):
+                    made = self.library.put(self.store, key, data, mode=mode, use_multipart=False)
+                    return data, _version(made)
+            except MachineError as error:  # refused, or carried out and sent again, or carried out all the same
                 refused = error
             found = self.get(key)
             if found is None and version is not None:
                 return None
             if found is not None and found[1] != version:
                 return found
-        raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
+        raise refused
 
     def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
         """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.
@@ -210,7 +179,7 @@ class Client:
                     return ask()
             except MachineError as error:
                 said = str(error.__cause__)
-                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], said):
+                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0]["words"], said):
                     return None
                 if "HTTP error" not in said or time.monotonic() > until:
                     raise
@@ -237,9 +206,9 @@ def _errors(url: str) -> Iterator[None]:
 def refusal(url: str, error: Exception) -> MachineError:
     """What an answer of the store means to people."""
     text = str(error)
-    for pattern, cause, hint in _CAUSES:
-        if re.search(pattern, text):
-            return MachineError(f"{url}: {cause} ({_said(text)})", hint)
+    for cause in _CAUSES:
+        if re.search(cause["words"], text):
+            return MachineError(f"{url}: {cause['means']} ({_said(text)})", cause["hint"])
     return MachineError(f"{url}: {_said(text)}")
 
 

@@ -26,10 +26,10 @@ LEASE = "tuner/lease.json"
 class StoredFile:
     """One file of a commit: `size` bytes in parts of `part` bytes below the key, or a link to `link`."""
 
-    key: str
-    size: int
-    sha256: str
-    part: int
+    key: str = ""
+    size: int = 0
+    sha256: str = ""
+    part: int = 1
     link: str | None = None
 
     def parts(self) -> Iterator[tuple[str, int, int]]:
@@ -61,9 +61,7 @@ class Commit:
     def document(self) -> bytes:
         """The listing, with the SHA-256 of itself without that line."""
         listed = {
-            name: {"link": file.link}
-            if file.link is not None
-            else {"key": file.key, "size": file.size, "sha256": file.sha256, "part": file.part}
+            name: {key: value for key, value in vars(file).items() if value is not None}
             for name, file in self.files.items()
         }
         content = {
@@ -82,10 +80,7 @@ class Commit:
                 raise DataError(f"{where}: of schema {content['schema']}, written by another version", "update tuner")
             if seal != hashlib.sha256(_bytes(content)).hexdigest():
                 raise DataError(f"{where}: damaged: its SHA-256 is not the one that it names")
-            files = {
-                name: StoredFile("", 0, "", 1, entry["link"]) if "link" in entry else StoredFile(**entry)
-                for name, entry in content["files"].items()
-            }
+            files = {name: StoredFile(**entry) for name, entry in content["files"].items()}
             return Commit(content["number"], content["commit_id"], content["writer"], files, content["note"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: not the listing of a commit ({error!r})") from error

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from tuner.errors import DataError, MachineError
-from tuner.runtime.files import machine_errors, make_dirs
+from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.stores.bring import Bringing
 from tuner.stores.client import Client
@@ -79,8 +79,7 @@ class StoreDirectory:
         With `exact_but` the store wins in any case, also one without a commit: that name at the stage's top alone keeps
         what the store does not have.
         """
-        with machine_errors(into):
-            make_dirs(into.parent)
+        make_dirs(into.parent)
         self.set_aside, gone = None, GoneError("")
         with FileLock(state_path(into).with_suffix(".lock")):
             for _ in range(ATTEMPTS):
@@ -127,13 +126,12 @@ class StoreDirectory:
         try:
             for name, status in entries(directory, self._local, inside):
                 if (directory / name).is_symlink():
-                    target = safe_link(str(directory), name, os.readlink(directory / name))
-                    taken.kept[name] = StoredFile("", 0, "", 1, target)
+                    taken.kept[name] = StoredFile(link=safe_link(str(directory), name, os.readlink(directory / name)))
                 elif (sha256 := state.known(name, status)) in contents:
                     taken.kept[name] = contents[sha256 or ""]
                 elif (file := open_file(directory / name, name, room)) is not None:
                     taken.opened.append(file)
-                    room -= len(file.data or b"")
+                    room -= file.held
                     if name in stored and stored[name].size == file.size:
                         file.stored = stored[name]
         except BaseException:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tuner.errors import DataError
 from tuner.runtime.files import machine_errors
@@ -37,8 +38,10 @@ class OpenFile:
     status: os.stat_result
     looked: int
     """When, in nanoseconds."""
-    descriptor: int | None = None
-    data: bytes | None = None
+    file: BinaryIO
+    """Open since then; of a small file its bytes."""
+    held: int = 0
+    """How many of them are in memory."""
     stored: StoredFile | None = None
     """What the last commit has of this name and size: it is kept where the bytes are the same."""
 
@@ -49,22 +52,12 @@ class OpenFile:
 
     def part(self, start: int, length: int) -> bytes:
         """Bytes from `start`. Raises DataError where the file was cut meanwhile, MachineError."""
-        if self.data is not None:
-            return self.data[start : start + length]
-        assert self.descriptor is not None
         with machine_errors(Path(self.name)):
-            data = os.pread(self.descriptor, length, start)
-            while len(data) < length and (more := os.pread(self.descriptor, length - len(data), start + len(data))):
-                data += more
+            self.file.seek(start)
+            data = self.file.read(length)
         if len(data) < length:
             raise DataError(f"{self.name}: was cut to {start + len(data):,} bytes while it was uploaded")
         return data
-
-    def close(self) -> None:
-        """Give its descriptor back."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 @dataclass(eq=False)
@@ -84,24 +77,20 @@ class StageSnapshot:
     def close(self) -> None:
         """Give all descriptors back; without a publish nothing was sent."""
         self.closed = True
-        for file in self.opened:
-            file.close()
+        for opened in self.opened:
+            opened.file.close()
 
 
 def open_file(path: Path, name: str, room: int) -> OpenFile | None:
     """A file for a snapshot, in memory where it is small and there is room; None where it is gone. MachineError."""
-    descriptor = None
     with machine_errors(path), suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    if descriptor is None:
-        return None
-    file = OpenFile(name, os.fstat(descriptor), time.time_ns(), descriptor)
-    if file.size <= min(SMALL_BYTES, room):
-        try:
-            file.data = file.part(0, file.size)
-        finally:
-            file.close()
-    return file
+        source = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        opened = OpenFile(name, os.fstat(source.fileno()), time.time_ns(), source)
+        if opened.size <= min(SMALL_BYTES, room):
+            with source:
+                opened.file, opened.held = BytesIO(opened.part(0, opened.size)), opened.size
+        return opened
+    return None
 
 
 def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
@@ -114,21 +103,20 @@ def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
     with ThreadPoolExecutor(IN_FLIGHT, "store upload") as pool:
         try:
             for file in files:
-                if file.stored is not None and _digest(file) == file.stored.sha256:
-                    stored[file.name] = file.stored
-                    file.close()
-                    continue
-                target = StoredFile(str(uuid.uuid4()), file.size, "", PART_BYTES)
-                digest = hashlib.sha256()
-                for key, start, length in target.parts():
-                    done, sent = wait(sent, None if len(sent) == IN_FLIGHT else 0, FIRST_COMPLETED)
-                    for each in done:
-                        each.result()
-                    data = file.part(start, length)
-                    sent.add(pool.submit(client.put, key, data))
-                    digest.update(data)
-                stored[file.name] = StoredFile(target.key, file.size, digest.hexdigest(), PART_BYTES)
-                file.close()
+                with file.file:
+                    if file.stored is not None and _digest(file) == file.stored.sha256:
+                        stored[file.name] = file.stored
+                        continue
+                    target = StoredFile(str(uuid.uuid4()), file.size, "", PART_BYTES)
+                    digest = hashlib.sha256()
+                    for key, start, length in target.parts():
+                        done, sent = wait(sent, None if len(sent) == IN_FLIGHT else 0, FIRST_COMPLETED)
+                        for each in done:
+                            each.result()
+                        data = file.part(start, length)
+                        sent.add(pool.submit(client.put, key, data))
+                        digest.update(data)
+                    stored[file.name] = StoredFile(target.key, file.size, digest.hexdigest(), PART_BYTES)
             for each in sent:
                 each.result()
         except BaseException:

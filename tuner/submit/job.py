@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from string import Template
 
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
@@ -94,8 +93,3 @@ def variables(texts: Iterable[str]) -> dict[str, str]:
 def template(name: str) -> str:
     """A text that ships with the package."""
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
-def filled(name: str, values: dict[str, str]) -> str:
-    """A shipped text with its `${...}` filled in."""
-    return Template(template(name)).substitute(values)

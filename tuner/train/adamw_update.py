@@ -46,15 +46,9 @@ def _has_triton() -> bool:
 
 def _update_native(part: MomentPart, step: Step) -> None:
     library.call(
-        "adamw",
-        "AdamW",
-        **part.arguments(step),
-        rows=len(part.weight),
-        bfloat_gradient=part.gradient.dtype == torch.bfloat16,
-        by_chance=part.key is not None,
-        coded=part.average.scales is not None,
-        first_cell=FIRST_CELL,
-        last_cell=LAST_CELL,
+        "adamw", "AdamW", **part.arguments(step), rows=len(part.weight),
+        bfloat_gradient=part.gradient.dtype == torch.bfloat16, by_chance=part.key is not None,
+        coded=part.average.scales is not None, first_cell=FIRST_CELL, last_cell=LAST_CELL,
     )
 
 

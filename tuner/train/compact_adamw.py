@@ -16,26 +16,12 @@ from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import RecipeError
 from tuner.parallel.layouts import ShardLayout
 from tuner.runtime.parts import Box
+from tuner.train import moments
 from tuner.train.adamw_update import update
-from tuner.train.moments import (
-    AVERAGES,
-    BLOCK,
-    At,
-    CodeMap,
-    FlaggedOptimizer,
-    Moment,
-    MomentPart,
-    Step,
-    code_map,
-    placed,
-    rows_of,
-    scales_shape,
-    zero_averages,
-)
 from tuner.train.stochastic import LANES, name_keys, step_keys
 
 
-class CompactAdamW(FlaggedOptimizer):
+class CompactAdamW(moments.FlaggedOptimizer):
     """Its parameters are a process's parts as plain tensors; ``coded`` are those whose moments have 8 bits.
 
     All parameters have one count of updates. ``seed`` is of the rounding. Raises RecipeError for a parameter whose rows
@@ -55,21 +41,22 @@ class CompactAdamW(FlaggedOptimizer):
         parameters = self.parameters
         names = [name for group in self.param_groups for name in group["names"]]
         device = parameters[0].device
-        self._maps = code_map(True, device), code_map(False, device)
+        self._maps = moments.code_map(True, device), moments.code_map(False, device)
         self._step = torch.zeros((), dtype=torch.float32, device=device)
         self._keys: torch.Tensor | None = None
         if section.rounding == "stochastic":
-            self._keys = placed(name_keys(seed, names), torch.int64, device)
+            self._keys = moments.placed(name_keys(seed, names), torch.int64, device)
         self._pieces: dict[torch.Tensor, list[_Piece]] = {}
         for name, parameter in zip(names, parameters, strict=True):
-            unit = BLOCK if parameter in coded else LANES
+            unit = moments.BLOCK if parameter in coded else LANES
             self._pieces[parameter] = _pieces(name, layouts[parameter], unit)
-            state = _coded(parameter, self._maps) if parameter in coded else zero_averages(parameter, torch.float32)
+            is_coded = parameter in coded
+            state = _coded(parameter, self._maps) if is_coded else moments.zero_averages(parameter, torch.float32)
             self.state[parameter] = {"step": self._step, **state}
-        beta1, beta2 = section.betas
-        fixed = {At.BETA1: beta1, At.REST1: 1 - beta1, At.BETA2: beta2, At.REST2: 1 - beta2, At.EPSILON: section.eps}
-        numbers = [fixed.get(place, 1.0) for place in At]
-        self._numbers = [placed(numbers, torch.float32, device) for _ in self.param_groups]
+        (beta1, beta2), at = section.betas, moments.At
+        fixed = {at.BETA1: beta1, at.REST1: 1 - beta1, at.BETA2: beta2, at.REST2: 1 - beta2, at.EPSILON: section.eps}
+        numbers = [fixed.get(place, 1.0) for place in at]
+        self._numbers = [moments.placed(numbers, torch.float32, device) for _ in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,7 +67,7 @@ class CompactAdamW(FlaggedOptimizer):
         number = 0
         for group, numbers in zip(self.param_groups, self._numbers, strict=True):
             self._prepare(group, numbers)
-            step = Step(numbers, average_codes, square_codes, self.found_inf)
+            step = moments.Step(numbers, average_codes, square_codes, self.found_inf)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     key = None if keys is None or parameter.dtype == torch.float32 else keys[number]
@@ -93,28 +80,30 @@ class CompactAdamW(FlaggedOptimizer):
         beta1, beta2 = self._section.betas
         count = self._step.double().clamp(min=1)  # 0 before an update was made, of which nothing is kept
         if self.grad_scale is None:
-            numbers[At.DIVISOR].fill_(1.0)
+            numbers[moments.At.DIVISOR].fill_(1.0)
         else:
-            numbers[At.DIVISOR].copy_(self.grad_scale)
-        numbers[At.DECAY].fill_(1 - group["lr"] * group["weight_decay"])
-        numbers[At.RATE].copy_(group["lr"] / (1 - beta1**count))
-        numbers[At.ROOT].copy_((1 - beta2**count).sqrt())
+            numbers[moments.At.DIVISOR].copy_(self.grad_scale)
+        numbers[moments.At.DECAY].fill_(1 - group["lr"] * group["weight_decay"])
+        numbers[moments.At.RATE].copy_(group["lr"] / (1 - beta1**count))
+        numbers[moments.At.ROOT].copy_((1 - beta2**count).sqrt())
 
-    def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> MomentPart:
+    def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> moments.MomentPart:
         """Rows of a parameter that lie together, of its gradient and of its moments."""
         state, gradient, own = self.state[parameter], parameter.grad, piece.rows
         assert gradient is not None, "the caller has looked"
         assert (key is None) == (parameter.dtype == torch.float32), "bf16 weights need stochastic rounding"
-        shape = rows_of(parameter.shape)
+        shape = moments.rows_of(parameter.shape)
         average, square = (
-            Moment(state[name].view(shape)[own], None)
+            moments.Moment(state[name].view(shape)[own], None)
             if name in state
-            else Moment(state[f"{name}_codes"].view(shape)[own], state[f"{name}_scales"][own])
-            for name in AVERAGES
+            else moments.Moment(state[f"{name}_codes"].view(shape)[own], state[f"{name}_scales"][own])
+            for name in moments.AVERAGES
         )
         weight = parameter.detach().view(shape)[own]
         numbers = gradient.contiguous().view(shape)[own]
-        return MomentPart(numbers, weight, average, square, piece.first_row, key, piece.first_column, piece.whole_width)
+        return moments.MomentPart(
+            numbers, weight, average, square, piece.first_row, key, piece.first_column, piece.whole_width
+        )
 
 
 @dataclass(frozen=True)
@@ -132,17 +121,18 @@ def _pieces(name: str, layout: ShardLayout, unit: int) -> list[_Piece]:
 
     Raises RecipeError where they are cut elsewhere, on any process.
     """
-    width = rows_of(layout.shape)[1]
+    width = moments.rows_of(layout.shape)[1]
     for part in layout.parts:
         for box in part.boxes:
             columns = _columns(box, layout.shape) if box.sizes[1:] == part.shape[1:] else None
             if columns is None or columns.start % unit or (columns.stop % unit and columns.stop != width):
-                what = "blocks of 8-bit states" if unit == BLOCK else "random numbers of optimizer.rounding: stochastic"
+                by_chance = "random numbers of optimizer.rounding: stochastic"
+                what = "blocks of 8-bit states" if unit == moments.BLOCK else by_chance
                 raise RecipeError(
                     f"{name}: its rows of {width:,} numbers are split where the {what} are not, at other numbers than "
                     f"multiples of {unit}",
                     hint="write optimizer.state: fp32"
-                    if unit == BLOCK
+                    if unit == moments.BLOCK
                     else "write optimizer.rounding: nearest, or take fewer processes for parallel.tensor",
                 )
     found = []
@@ -165,9 +155,9 @@ def _columns(box: Box, shape: torch.Size) -> range | None:
     return range(start, start + count)
 
 
-def _coded(parameter: torch.Tensor, maps: tuple[CodeMap, CodeMap]) -> dict[str, torch.Tensor]:
+def _coded(parameter: torch.Tensor, maps: tuple[moments.CodeMap, moments.CodeMap]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, codes in zip(AVERAGES, maps, strict=True):
+    for name, codes in zip(moments.AVERAGES, maps, strict=True):
         found[f"{name}_codes"] = torch.full(parameter.shape, codes.zero, dtype=torch.uint8, device=parameter.device)
-        found[f"{name}_scales"] = torch.zeros(scales_shape(parameter.shape), device=parameter.device)
+        found[f"{name}_scales"] = torch.zeros(moments.scales_shape(parameter.shape), device=parameter.device)
     return found

@@ -24,7 +24,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedSample
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import position_limit
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, position_losses
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
 from tuner.train.methods.method import Counts, Method, Terms, logged
@@ -203,9 +203,7 @@ class ByTerms:
     def batches(self, of_tokens: GlobalBatches) -> GlobalBatches:
         """Its own, where those of tokens would be these."""
         return replace(
-            of_tokens,
-            global_batch_size=self.global_batch_size,
-            by_document=self.method.by_document,
+            of_tokens, global_batch_size=self.global_batch_size, by_document=self.method.by_document,
             mismatched=self.method.mismatched,
         )
 
@@ -272,13 +270,8 @@ def evaluate(
     """
     root.eval()
     batches = GlobalBatches(
-        held.rows,
-        seed=0,
-        shuffle=False,
-        global_batch_size=micro_batch_size * step_config.mesh.data_size,
-        micro_batch_size=micro_batch_size,
-        rank=step_config.mesh.data_rank,
-        world_size=step_config.mesh.data_size,
+        held.rows, seed=0, shuffle=False, global_batch_size=micro_batch_size * step_config.mesh.data_size,
+        micro_batch_size=micro_batch_size, rank=step_config.mesh.data_rank, world_size=step_config.mesh.data_size,
         max_rows=max_rows,
     )
     routing = _routing(root, step_config)
@@ -359,13 +352,13 @@ def answer_limits(samples: Sequence[PreparedSample], tokenizer: TextTokenizer, c
 def batch_losses(
     root: CausalLM, step_config: StepConfig, batch: Batch, positions: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """float32 ``[N]``: the losses at N trained positions of one batch, on the device."""
+    """float32 ``[N]``: the losses at N trained positions of one batch, on the device, without gradients."""
     ids, places, targets = (
         to_device(array, step_config.device)
         for array in (batch.input_ids, batch.position_ids, batch.targets[positions])
     )
-    with step_config.autocast():
-        return root.losses(ids, places, batch.lengths, positions_of(positions, step_config), targets)
+    with step_config.autocast(), torch.no_grad():
+        return root(ids, places, batch.lengths, positions_of(positions, step_config), targets, position_losses)  # type: ignore[no-any-return]
 
 
 def _stem(name: str) -> str:

@@ -94,9 +94,7 @@ class Guard:
     def as_state(self) -> dict[str, Any]:
         """What a resume needs, as JSON; reads the device."""
         state: dict[str, Any] = {
-            "judged": self._judged,
-            "nonfinite": int(self._nonfinite),
-            "skipped": int(self._skipped),
+            "judged": self._judged, "nonfinite": int(self._nonfinite), "skipped": int(self._skipped),
         }
         if self._limits.spike_sigmas is not None:
             state["recent"] = self._recent.tolist()

@@ -13,14 +13,14 @@ by a zero in place of a small number (Li et al. 2023, https://arxiv.org/abs/2309
 
 import math
 import mmap
-import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -66,10 +66,8 @@ def code_map(signed: bool, device: torch.device) -> CodeMap:
     """The map for numbers of both signs, or for those that are not negative."""
     values, bounds, cells = _tables(signed)
     return CodeMap(
-        placed(values, torch.float32, device),
-        placed(bounds, torch.float32, device),
-        placed(cells, torch.int32, device),
-        signed,
+        placed(values, torch.float32, device), placed(bounds, torch.float32, device),
+        placed(cells, torch.int32, device), signed,
     )
 
 
@@ -82,36 +80,23 @@ def placed(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -
 def _tables(signed: bool) -> tuple[list[float], list[float], list[int]]:
     """Values, bounds and cells as numbers: tensors are not kept here, since a prediction's are no real ones."""
     magnitudes = _magnitudes(signed)
-    values = [-one for one in magnitudes[127:0:-1]] + magnitudes if signed else magnitudes
-    bounds = [_float32((a + b) / 2) for a, b in zip(magnitudes, magnitudes[1:], strict=False)]
-    starts = [0.0, *(_of_bits(cell << CELL_BITS) for cell in range(FIRST_CELL + 1, LAST_CELL + 1))]
-    ranks = [bisect_right(bounds, start) for start in starts]
-    within = {_bits_of(bound) >> CELL_BITS: _bits_of(bound) % NO_BOUND for bound in bounds}
-    cells = [rank * 2 * NO_BOUND + (within.get(FIRST_CELL + n, 0) or NO_BOUND) for n, rank in enumerate(ranks)]
-    return values, bounds, cells
+    values = np.concatenate([-magnitudes[127:0:-1], magnitudes]) if signed else magnitudes
+    bounds = ((magnitudes[:-1].astype(np.float64) + magnitudes[1:]) / 2).astype(np.float32)
+    starts = np.arange(FIRST_CELL, LAST_CELL + 1, dtype=np.uint32) << CELL_BITS
+    starts[0] = 0
+    ranks = np.searchsorted(bounds, starts.view(np.float32), side="right")
+    within = {int(bits) >> CELL_BITS: int(bits) % NO_BOUND for bits in bounds.view(np.uint32)}
+    cells = [rank * 2 * NO_BOUND + (within.get(FIRST_CELL + n) or NO_BOUND) for n, rank in enumerate(ranks.tolist())]
+    return values.tolist(), bounds.tolist(), cells
 
 
-def _magnitudes(signed: bool) -> list[float]:
+def _magnitudes(signed: bool) -> npt.NDArray[np.float32]:
     """Zero, the middles of equal parts of seven decades, twice as many in each as in the one below, and 1."""
     found = [0.0]
     for decade in range(_DECADES):
         parts = 2 ** (decade if signed else decade + 1)
-        for part in range(parts):
-            middle = 0.1 + 0.9 * (part + 0.5) / parts
-            found.append(_float32(middle / 10 ** (_DECADES - 1 - decade)))
-    return [*found, 1.0]
-
-
-def _float32(number: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", number))[0])
-
-
-def _bits_of(number: float) -> int:
-    return int(struct.unpack("I", struct.pack("f", number))[0])
-
-
-def _of_bits(bits: int) -> float:
-    return float(struct.unpack("f", struct.pack("I", bits))[0])
+        found += [(0.1 + 0.9 * (part + 0.5) / parts) / 10 ** (_DECADES - 1 - decade) for part in range(parts)]
+    return np.array([*found, 1.0], dtype=np.float32)
 
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:

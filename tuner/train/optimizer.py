@@ -11,31 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from tuner.config.optimizers import (
-    AdafactorOptimizer,
-    AdamwOptimizer,
-    CustomOptimizer,
-    MuonOptimizer,
-    Optimizer,
-    ParameterGroup,
-    RowOptimizer,
-    SgdOptimizer,
-)
+from tuner.config import optimizers as sections
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
 from tuner.parallel.mesh import mesh_on
 from tuner.runtime.parts import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
-from tuner.train.moments import (
-    LEAST_NUMBERS,
-    LEAST_WIDTH,
-    moment_dims,
-    rows_of,
-    scales_shape,
-    zero_averages,
-    zeros_like,
-)
+from tuner.train import moments
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -46,7 +29,7 @@ if TYPE_CHECKING:
     from tuner.train.host_adamw import HostAdamW
     from tuner.train.row_adamw import RowAdamW
 
-Group = TypeVar("Group", ParameterGroup, RowOptimizer)
+Group = TypeVar("Group", sections.ParameterGroup, sections.RowOptimizer)
 Grouped = Callable[[Iterable[str], float], list[dict[str, Any]]]
 """Makes groups of the parameters with these names, whose peak learning rate is this one unless they have another."""
 
@@ -169,7 +152,7 @@ class OptimizerSet:
 
 
 def build_optimizer(
-    section: Optimizer,
+    section: sections.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     outer: Set[str] = frozenset(),
     embeddings: Set[str] = frozenset(),
@@ -190,7 +173,7 @@ def build_optimizer(
         return [{"params": [held[name] for name in group["names"]], **group} for group in found]
 
     rest = {name: parameter for name, parameter in parameters.items() if name not in touched}
-    if rest and isinstance(section, AdamwOptimizer) and section.offload == "host":
+    if rest and isinstance(section, sections.AdamwOptimizer) and section.offload == "host":
         from tuner.train.host_adamw import HostAdamW
 
         on_host = HostAdamW(groups(rest, lr), section.betas, section.eps)
@@ -203,7 +186,7 @@ def build_optimizer(
     if touched:
         of_rows = built.row_adamw(touched)
         optimizers.append(of_rows)
-    takes_flag = not isinstance(section, CustomOptimizer)
+    takes_flag = not isinstance(section, sections.CustomOptimizer)
     return OptimizerSet(parameters, held, optimizers, takes_flag, peak_lr=lr, of_rows=of_rows)
 
 
@@ -211,7 +194,7 @@ def build_optimizer(
 class _Built:
     """What optimizers are built of: all parameters, how they fall into groups, and what is known of them."""
 
-    section: Optimizer
+    section: sections.Optimizer
     parameters: Mapping[str, nn.Parameter]
     held: Mapping[str, nn.Parameter]
     groups: Grouped
@@ -223,21 +206,21 @@ class _Built:
         """The optimizers that the section's kind means, each of some of these parameters."""
         groups, lr = self.groups, float(self.section.lr)
         match self.section:
-            case AdamwOptimizer() as section:
+            case sections.AdamwOptimizer() as section:
                 return self._adamw_and_compact(section, names)
-            case SgdOptimizer() as section:
+            case sections.SgdOptimizer() as section:
                 return [_sgd(groups(names, lr), section.momentum, section.nesterov)]
-            case AdafactorOptimizer() | MuonOptimizer() as section:
+            case sections.AdafactorOptimizer() | sections.MuonOptimizer() as section:
                 from tuner.train import sharded
 
-                if isinstance(section, AdafactorOptimizer):
+                if isinstance(section, sections.AdafactorOptimizer):
                     return [sharded.ShardedAdafactor(groups(names, lr), self._layouts(), section)]
                 hidden = hidden_matrices(names, self.outer)
                 muon = sharded.ShardedMuon(groups(hidden, lr), self._layouts(), section)
                 others = [name for name in names if name not in set(hidden)]
                 adamw_lr = float(section.adamw_lr)
                 return [muon, _adamw(groups(others, adamw_lr), section.betas, section.eps)] if others else [muon]
-            case CustomOptimizer() as section:
+            case sections.CustomOptimizer() as section:
                 from tuner.train.custom_optimizer import build_own_optimizer
 
                 return [build_own_optimizer(section, groups(names, lr), self._layouts())]
@@ -248,7 +231,7 @@ class _Built:
 
         section = self.section
         held: dict[torch.Tensor, TouchedRows] = {self.held[name]: one for name, one in touched.items()}
-        lr = float(section.adamw_lr if isinstance(section, MuonOptimizer) else section.lr)
+        lr = float(section.adamw_lr if isinstance(section, sections.MuonOptimizer) else section.lr)
         own = chosen_groups(touched, section.rows, "optimizer.rows")
         return row_adamw(section, self.groups(touched, lr), own, held)
 
@@ -260,7 +243,7 @@ class _Built:
         return dict(zip((self.held[name] for name in self.parameters), layouts, strict=True))
 
     def _adamw_and_compact(
-        self, section: AdamwOptimizer, parameters: Mapping[str, nn.Parameter]
+        self, section: sections.AdamwOptimizer, parameters: Mapping[str, nn.Parameter]
     ) -> list[torch.optim.Optimizer | OwnOptimizer]:
         """AdamW of these parameters: torch's own, and ours of those in 8 bits, or rounded stochastically."""
         found: list[torch.optim.Optimizer | OwnOptimizer] = []
@@ -297,12 +280,13 @@ def coded_matrices(parameters: Mapping[str, nn.Parameter], embeddings: Set[str])
         for name, parameter in parameters.items()
         if is_matrix(name, parameter)
         and name not in embeddings
-        and parameter.numel() >= LEAST_NUMBERS
-        and rows_of(parameter.shape)[1] >= LEAST_WIDTH
+        and parameter.numel() >= moments.LEAST_NUMBERS
+        and moments.rows_of(parameter.shape)[1] >= moments.LEAST_WIDTH
     ]
     if not found:
         raise RecipeError(
-            f"optimizer.state: 8bit: no matrix of {LEAST_NUMBERS:,} numbers or more is trained besides embeddings",
+            f"optimizer.state: 8bit: no matrix of {moments.LEAST_NUMBERS:,} numbers or more is trained besides "
+            "embeddings",
             hint="write state: fp32",
         )
     return found
@@ -321,7 +305,7 @@ def chosen_groups(names: Iterable[str], groups: Sequence[Group], of: str = "opti
 
 
 def group_parameters(
-    parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float, own: Mapping[str, ParameterGroup]
+    parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float, own: Mapping[str, sections.ParameterGroup]
 ) -> list[dict[str, Any]]:
     """The ``names`` of parameters that share a peak ``lr`` and a ``weight_decay``, ``own`` ones before the common ones.
 
@@ -348,8 +332,7 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **zero_averages(parameter),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments.zero_averages(parameter)
         }
     return optimizer
 
@@ -359,7 +342,7 @@ def _sgd(groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> torch
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum:
         for parameter in (parameter for group in groups for parameter in group["params"]):
-            optimizer.state[parameter] = {"momentum_buffer": zeros_like(parameter)}
+            optimizer.state[parameter] = {"momentum_buffer": moments.zeros_like(parameter)}
     return optimizer
 
 
@@ -378,9 +361,9 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     if moment == "row_updates":
         shape, dims = like.shape[:1], every[:1]
     elif moment.endswith("_scales"):
-        shape, dims = scales_shape(like.shape), every[:2]
+        shape, dims = moments.scales_shape(like.shape), every[:2]
     elif moment in {"exp_avg_sq_row", "exp_avg_sq_col"}:
-        dims = moment_dims(moment, like.ndim)
+        dims = moments.moment_dims(moment, like.ndim)
         shape = torch.Size(like.shape[dim] for dim in dims)
     elif tensor.shape != part.shape:  # of an optimizer that has the parameter whole
         shape, dims = tensor.shape, ()

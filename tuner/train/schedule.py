@@ -10,17 +10,9 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config import schedules as sections
 from tuner.config.duration import Duration
-from tuner.config.recipe import Schedule as Section
-from tuner.config.schedules import (
-    ConstantSchedule,
-    CosineSchedule,
-    CustomSchedule,
-    InverseSqrtSchedule,
-    LinearSchedule,
-    WsdPeriodsSchedule,
-    WsdSchedule,
-)
+from tuner.config.schedules import Schedule as Section
 from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import PluginError, RecipeError
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
@@ -144,23 +136,23 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
 
     A fall to 0 at the end of the run reaches it one step later: a step at a learning rate of 0 would be thrown away.
     """
-    if isinstance(section, CustomSchedule):
+    if isinstance(section, sections.CustomSchedule):
         return own_schedule(section, plan.total_steps)
     warmup = 0 if section.warmup is None else steps_of(section.warmup, plan, row_tokens)
     total = plan.total_steps
     match section:
-        case ConstantSchedule():
+        case sections.ConstantSchedule():
             return WarmupDecay(warmup)
-        case InverseSqrtSchedule():
+        case sections.InverseSqrtSchedule():
             return WarmupDecay(warmup, (Decay(max(1, warmup), total, "inverse_sqrt"),))
-        case LinearSchedule() | CosineSchedule():
+        case sections.LinearSchedule() | sections.CosineSchedule():
             floor = section.min_lr_ratio
             return WarmupDecay(warmup, (Decay(warmup, max(warmup, _end(total, floor)), section.kind, floor),))
-        case WsdSchedule():
+        case sections.WsdSchedule():
             floor = section.min_lr_ratio
             start = max(0, total - steps_of(section.decay, plan, row_tokens))
             return WarmupDecay(warmup, (Decay(start, _end(total, floor), section.decay_shape, floor),))
-        case WsdPeriodsSchedule():
+        case sections.WsdPeriodsSchedule():
             return WarmupDecay(warmup, tuple(_periods(section, plan, row_tokens)))
 
 
@@ -176,7 +168,7 @@ def schedule_flaws(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
 
     With ``known`` false the plan's steps stand for parts of a run whose length is not known, and are not named.
     """
-    if isinstance(section, CustomSchedule):
+    if isinstance(section, sections.CustomSchedule):
         return []
     total, schedule = plan.total_steps, build_schedule(section, plan, row_tokens)
     assert isinstance(schedule, WarmupDecay), "those of tuner's own"
@@ -191,8 +183,8 @@ def schedule_flaws(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
     if section.warmup is not None and (warmup > total or warmup == total > 1):
         what = f"is longer than {run}: {peak}" if warmup > total else f"takes all of {run}, so that nothing follows it"
         found.append(f"{named('warmup', section.warmup, warmup)} {what}; write schedule.warmup: 3%")
-    if isinstance(section, WsdSchedule | WsdPeriodsSchedule):
-        periods = isinstance(section, WsdPeriodsSchedule)
+    if isinstance(section, sections.WsdSchedule | sections.WsdPeriodsSchedule):
+        periods = isinstance(section, sections.WsdPeriodsSchedule)
         if section.warmup is not None and not found and _overlap(schedule, total):
             parts = f"{named('warmup', section.warmup, warmup)} and schedule.decay: {section.decay}"
             lines = _without_overlap(section, plan, row_tokens)
@@ -210,7 +202,9 @@ def _overlap(schedule: WarmupDecay, total: int) -> bool:
     return total > 1 and schedule.falls[0].start < schedule.warmup_steps
 
 
-def _without_overlap(section: WsdSchedule | WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> str:
+def _without_overlap(
+    section: sections.WsdSchedule | sections.WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]
+) -> str:
     """The lines to write in place of parts that overlap: as few as do."""
     usual = {"decay": Duration.parse("10%"), "warmup": Duration.parse("3%")}
     for keys in (("decay",), ("warmup",), ("decay", "warmup")):
@@ -223,7 +217,7 @@ def _without_overlap(section: WsdSchedule | WsdPeriodsSchedule, plan: Plan, row_
 
 def check_schedule(section: Section) -> None:
     """Load a schedule of the user's own and check its signature. Raises PluginError; nothing is called."""
-    if isinstance(section, CustomSchedule):
+    if isinstance(section, sections.CustomSchedule):
         factory_of(section)
 
 
@@ -231,7 +225,7 @@ def _end(total: int, floor: float) -> int:
     return total if floor > 0 else total + 1
 
 
-def _periods(section: WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Iterator[Decay]:
+def _periods(section: sections.WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Iterator[Decay]:
     decay, end = section.decay, 0
     peaks = section.peaks or (1.0,) * len(section.periods)
     for length, peak in zip([steps_of(one, plan, row_tokens) for one in section.periods], peaks, strict=True):
@@ -276,7 +270,7 @@ class OwnSchedule:
         return []
 
 
-def own_schedule(section: CustomSchedule, total_steps: int) -> OwnSchedule:
+def own_schedule(section: sections.CustomSchedule, total_steps: int) -> OwnSchedule:
     """Call what ``use`` names with the number of steps and the options, and try the function that it gives.
 
     Raises PluginError where it is not there or fails, and for a function whose results are no factors, or differ from
@@ -300,7 +294,7 @@ def own_schedule(section: CustomSchedule, total_steps: int) -> OwnSchedule:
     return found
 
 
-def factory_of(section: CustomSchedule) -> Plugin:
+def factory_of(section: sections.CustomSchedule) -> Plugin:
     """What ``use`` names, once it is seen to take the steps and the options. Raises PluginError; nothing is called."""
     factory = load(section.use, "tuner.schedules")
     require_call(factory, section.use, ("total_steps",), section.options)

@@ -165,8 +165,7 @@ def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"exp_avg_sq": torch.zeros_like(parameter)}
     shape = parameter.shape
     return {
-        "exp_avg_sq_row": parameter.new_zeros(shape[:-1]),
-        "exp_avg_sq_col": parameter.new_zeros(*shape[:-2], shape[-1]),
+        "exp_avg_sq_row": parameter.new_zeros(shape[:-1]), "exp_avg_sq_col": parameter.new_zeros(*shape[:-2], shape[-1])
     }
 
 

@@ -116,13 +116,7 @@ def launch(part: MomentPart, step: Step) -> None:
     given = part.arguments(step).items()
     _adamw[(triton.cdiv(n_blocks, BLOCKS),)](
         **{name: nothing.get(name, part.weight) if value is None else value for name, value in given},
-        n_blocks=n_blocks,
-        HAS_BAD=step.bad is not None,
-        BY_CHANCE=part.key is not None,
-        CODED=part.average.scales is not None,
-        SIZE=BLOCK,
-        BLOCKS=BLOCKS,
-        FIRST=FIRST_CELL,
-        LAST=LAST_CELL,
+        n_blocks=n_blocks, HAS_BAD=step.bad is not None, BY_CHANCE=part.key is not None,
+        CODED=part.average.scales is not None, SIZE=BLOCK, BLOCKS=BLOCKS, FIRST=FIRST_CELL, LAST=LAST_CELL,
         enable_fp_fusion=False,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data import tiny
+from tests.data.tiny import rows
 from tests.fixtures import forked
 from tests.fixtures.bits import flip_bit
 from tests.fixtures.tables import cases
@@ -34,10 +35,6 @@ from tuner.setup.proven import PROOFS
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789abcdef"
 MUTANT = "rename-before-manifest"
-
-
-def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
-    return [tiny.chat(f"question {i}", f"answer {i}") for i in range(start, start + n)]
 
 
 def prepared(tmp_path: Path, **data: Any) -> PreparedInfo:

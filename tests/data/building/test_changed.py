@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.data import tiny
-from tuner.config.methods import Examples
-from tuner.config.recipe import DataSection, DataSource
+from tuner.config.recipe import DataSource
 from tuner.data.building import documents
 from tuner.data.building.prepare import find_prepared, prepare
-from tuner.data.building.spec import PrepareSpec, keys_of
+from tuner.data.building.spec import keys_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.reading import json_blocks
 from tuner.data.reading.blocks import blocks
@@ -36,16 +35,10 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monk
     prepare(request)
 
 
-EXAMPLES = Examples("sft", "assistant")
-
-
 def test_end_tokens_of_the_model_decide_the_documents(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", [tiny.chat("a", "b")])
-    section = DataSection.model_validate({"train": str(path)})
-    keys = [
-        keys_of(PrepareSpec(section, EXAMPLES, TextTokenizer(tiny.files(), None, ends), 64, 1, tmp_path)).encoded
-        for ends in ((), (0,))
-    ]
+    tokenizers = [TextTokenizer(tiny.files(), None, ends) for ends in ((), (0,))]
+    keys = [keys_of(tiny.request(tmp_path, path, tokenizer=tokenizer)).encoded for tokenizer in tokenizers]
     assert keys[0] != keys[1]
 
 

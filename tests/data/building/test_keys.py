@@ -21,7 +21,7 @@ FIELDS: dict[str, dict[str, tuple[str, Any]]] = json.loads(
 `documents`: the encoded documents and with them everything; `rows`: the packed rows alone; `content`: the bytes that it
 leads to decide, not its own text; or `nothing`. Null where a test below changes what it leads to.
 """
-ROWS = [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(30)]
+ROWS = tiny.rows(30)
 
 
 def write(directory: Path) -> Path:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data import pairs, tiny
+from tests.data.reading.files import write_stream
 from tuner.data.building.cache import valid
 from tuner.data.building.prepare import PreparedInfo, check_prepared, check_to_use, prepare, prepare_to_use
 from tuner.data.building.report import WHOLE, lengths_that_keep, report_lines
@@ -20,23 +20,13 @@ from tuner.errors import DataError
 from tuner.runtime.console import Console
 
 
-def write_documents(path: Path, lengths: list[int], batch: int) -> Path:
-    """A file of documents of these lengths, so many in each record batch."""
-    schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for start in range(0, len(lengths), batch):
-            offsets = np.cumsum([0, *lengths[start : start + batch]]).astype(np.int32)
-            values = pa.array(np.zeros(offsets[-1], dtype=np.uint16))
-            writer.write_batch(pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), values)], schema=schema))
-    return path
-
-
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60), batch=st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
 def test_the_named_length_is_the_least_that_keeps_the_share(
     lengths: list[int], batch: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = write_documents(tmp_path_factory.mktemp("documents") / "d.arrow", lengths, batch)
+    documents = pa.table({"input_ids": pa.array([[0] * length for length in lengths], pa.list_(pa.uint16()))})
+    path = write_stream(tmp_path_factory.mktemp("documents") / "d.arrow", documents, batch)
     for share, length in zip(WHOLE, lengths_that_keep(path, WHOLE), strict=True):
         assert sum(n < length for n in lengths) < share * len(lengths) <= sum(n <= length for n in lengths)
 
@@ -184,9 +174,7 @@ def test_a_cached_report_has_the_names_of_this_recipe(tmp_path: Path) -> None:
     assert sources(there) == [(there[0], 3), (there[1], 3)]
 
 
-def test_a_directory_that_is_named_is_judged_like_one_that_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_directory_is_judged_like_one_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`train --prepared DIR` gets the warnings, and the refusal, that preparing it gave."""
     info = prepared(tmp_path, 90, 10)
     request = tiny.request(tmp_path / "cache", tmp_path / "rows.jsonl", max_length=64)

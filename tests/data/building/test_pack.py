@@ -25,15 +25,14 @@ def test_long_documents_follow_the_policy() -> None:
     assert dropped.dropped == {TOO_LONG: 2}
     truncated = cut(iter([batch(masks)]), 4, "truncate")
     assert (truncated.document.tolist(), truncated.stop.tolist()) == ([0, 1], [4, 4])
-    assert (truncated.truncated, truncated.dropped) == (2, {NO_TARGET: 1})
+    assert (truncated.losses["truncated"], truncated.dropped) == (2, {NO_TARGET: 1})
     split = cut(iter([batch(masks)]), 4, "split")
     assert split.document.tolist() == [0, 1, 1, 1, 2]
     assert split.start.tolist() == [0, 0, 4, 8, 4]
     assert split.stop.tolist() == [4, 4, 8, 10, 6]
     # The first token of a segment is never a target.
     assert split.trained.tolist() == [3, 3, 3, 1, 1]
-    assert (split.split, split.dropped) == (2, {})
-    assert (split.dropped_pieces, split.dropped_piece_tokens) == (1, 4)
+    assert (split.losses, split.dropped) == ({"split": 2, "dropped_pieces": 1, "dropped_piece_tokens": 4}, {})
 
 
 def test_pieces_of_split_documents_that_train_nothing_are_counted() -> None:
@@ -41,10 +40,10 @@ def test_pieces_of_split_documents_that_train_nothing_are_counted() -> None:
     masks = [[True] * 9, [False] * 4 + [True] * 5, [False] * 6]
     segments = cut(iter([batch(masks)]), 4, "split")
     assert segments.start.tolist() == [0, 4, 4]
-    assert (segments.dropped_pieces, segments.dropped_piece_tokens) == (3, 1 + 4 + 1)
+    assert segments.losses == {"split": 3, "dropped_pieces": 3, "dropped_piece_tokens": 1 + 4 + 1}
     assert segments.dropped == {NO_TARGET: 1}
     for policy in ("truncate", "drop"):
-        assert cut(iter([batch(masks)]), 4, policy).dropped_pieces == 0
+        assert cut(iter([batch(masks)]), 4, policy).losses["dropped_pieces"] == 0
 
 
 def test_short_last_pieces_are_left_out_and_counted() -> None:
@@ -53,7 +52,7 @@ def test_short_last_pieces_are_left_out_and_counted() -> None:
     assert list(zip(segments.document, segments.start, segments.tokens, strict=True)) == [
         (0, 0, 4), (0, 4, 4), (1, 0, 4), (2, 0, 2), (3, 0, 4), (3, 4, 4), (3, 8, 3), (4, 0, 4), (4, 4, 4),
     ]  # fmt: skip
-    assert (segments.dropped_pieces, segments.dropped_piece_tokens) == (3, 2 + 2 + 1)
+    assert segments.losses == {"split": 4, "dropped_pieces": 3, "dropped_piece_tokens": 2 + 2 + 1}
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,19 +84,7 @@ def test_masks_that_begin_inside_a_byte_are_counted(first: int) -> None:
         assert list(zip(segments.document.tolist(), segments.trained.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_rows_count_tokens_and_targets(packing: bool) -> None:
-    segments = cut(iter([batch([[True] * 3, [False, True], [True] * 5])]), 5, "drop")
-    table = rows_table(segments, 5, packing)
-    assert table.num_rows == (2 if packing else 3)
-    assert sum(table["tokens"].to_pylist()) == 10
-    assert sum(table["trained"].to_pylist()) == 2 + 1 + 4
-    assert sum(table["squares"].to_pylist()) == 3 * 3 + 2 * 2 + 5 * 5
-    if packing:
-        assert table["document"].to_pylist() == [[2], [0, 1]]
-
-
-def segments_of(lengths: list[int]) -> Segments:
+def segments_of(lengths: list[int] | np.ndarray) -> Segments:
     """A document for each length, of which all but the first token are trained."""
     tokens = np.array(lengths, dtype=np.uint32)
     return Segments(np.arange(len(tokens), dtype=np.uint32), np.zeros_like(tokens), tokens, tokens - 1)
@@ -105,10 +92,7 @@ def segments_of(lengths: list[int]) -> Segments:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.integers(2, 12), max_size=40),
-    st.integers(1, 5),
-    st.integers(1, 7),
-    st.booleans(),
+    st.lists(st.integers(2, 12), max_size=40), st.integers(1, 5), st.integers(1, 7), st.booleans()
 )
 def test_small_record_batches_hold_the_same_rows(
     lengths: list[int], max_rows: int, max_segments: int, packing: bool
@@ -148,8 +132,6 @@ def test_more_than_2_to_the_31_tokens_are_counted() -> None:
     assert tokens.tolist() == [1 << 21] * 2050
 
 
-def test_no_segment_gives_no_row() -> None:
-    table = rows_table(segments_of([]), 8, packing=True)
-    assert (table.num_rows, table.schema) == (0, ROWS_SCHEMA)
+def test_no_document_gives_no_segment() -> None:
     nothing = cut(iter([]), 8, "split")
     assert (len(nothing.document), nothing.dropped) == (0, {})

@@ -208,7 +208,7 @@ def test_labels_are_columns_and_prompts_borrow_the_answers_of_others(tmp_path: P
         by_document=True, mismatched=True,
     )  # fmt: skip
     step = batches.step(0)
-    assert step.mismatched_documents == step.documents == 8 == len(step.columns["label"])
+    assert step.documents == 8 == len(step.columns["label"])
     assert len(step.mismatched) == len(step.micro)
     texts: dict[int, str] = {}
     for row in data.train:

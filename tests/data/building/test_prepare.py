@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
-from tests.data.building.test_pool import children
+from tests.data.tiny import rows
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.processes import children
 from tests.fixtures.tables import cases
 from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
@@ -23,7 +24,7 @@ from tuner.data.building import apart
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
-from tuner.data.building.report import Pace, report_lines, warnings_of
+from tuner.data.building.report import pace, report_lines, warnings_of
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.prepared import PackedRows, open_prepared, open_stream
@@ -31,13 +32,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
 
 
-def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
-    return [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + n)]
-
-
-def test_rows_that_may_be_long_are_prepared_by_a_process_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_may_be_long_are_prepared_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, bad = tiny.write_rows(tmp_path / "plain.jsonl", rows(20)), tmp_path / "bad.jsonl.gz"
     bad.write_bytes(gzip.compress(plain.read_bytes() + b"{}\n"))
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -97,9 +92,7 @@ def test_prepared_rows_hold_every_document_once(tmp_path: Path) -> None:
         assert "<|im_end|>" not in sample.reference
 
 
-def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparing_again_is_a_hit_and_a_new_length_packs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", rows(20))
     cache = tmp_path / "cache"
     assert find_prepared(tiny.request(cache, path)) is None
@@ -155,17 +148,10 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_bundles")
-@pytest.mark.parametrize(
-    "data",
-    [{"train": {"weight": 2.25}, "eval": "10%"},
-     *(pytest.param(data, marks=pytest.mark.slow)
-       for data in ({}, {"eval": "10%"}, {"train": {"weight": 0.5}, "eval": "10%"}, {"train": {"weight": 2.25}},
-                    {"train": {"count": 20}, "pretrain": True, "max_length": 32},
-                    {"eval": "5 documents", "packing": False}))],
-    ids=str,
-)  # fmt: skip
-def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, Any]) -> None:
-    data = dict(data)
+@pytest.mark.slow("all of it", "held out", "half, held out", "repeated", "a count of texts", "unpacked")
+@pytest.mark.parametrize("name", WORKED := dict(cases(__file__, "the_number_of_workers_changes_no_byte")))
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path, name: str) -> None:
+    data = dict(WORKED[name])
     train = several(tmp_path / "rows", 5, **data.pop("train", {}))
     found = []
     for workers in (1, 3):
@@ -173,16 +159,6 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
         found.append(files_of(prepare(request)))
     assert found[0] == found[1]
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
-
-
-@pytest.mark.usefixtures("small_bundles")
-def test_workers_are_gone_where_it_ends_and_where_a_row_is_bad(tmp_path: Path) -> None:
-    before = children(os.getpid())
-    prepare(tiny.request(tmp_path / "cache", several(tmp_path / "rows", 3), workers=2, on_bad_row="skip"))
-    broken = tiny.request(tmp_path / "cache", [{"path": str(tmp_path / "rows" / "r2.jsonl")}] * 4, workers=2)
-    with pytest.raises(DataError):
-        prepare(broken)
-    assert children(os.getpid()) == before
 
 
 @pytest.mark.parametrize("rows_in_a_slice", [1, 7, 64])
@@ -220,9 +196,7 @@ def test_a_slice_ends_by_its_bytes_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("small_bundles")
-def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_blocks_are_one_bundle_and_shares_part_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = several(tmp_path / "rows", 2)
     held: dict[str, Any] = {"eval": "5 documents", "workers": 1}
     apart = open_prepared(prepare(tiny.request(tmp_path / "a", train, **held)).path)
@@ -249,20 +223,20 @@ def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
 
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_bad_row_in_order_is_the_error(tmp_path: Path, workers: int) -> None:
-    train = several(tmp_path / "rows", 6)
+def test_the_first_bad_row_in_order_is_the_error_and_workers_are_gone(tmp_path: Path, workers: int) -> None:
+    train, before = several(tmp_path / "rows", 6), children(os.getpid())
     for i, row in ((1, '{"messages": 1}'), (4, "{")):
         path = Path(train[i]["path"])
         path.write_text(path.read_text() + f"\n\n{row}\n")
     with pytest.raises(DataError) as caught:
         prepare(tiny.request(tmp_path / "cache", train, workers=workers))
     assert f"{train[1]['path']}:20:14: messages: " in caught.value.message
+    assert children(os.getpid()) == before
     info = prepare(tiny.request(tmp_path / "cache", train, workers=workers, on_bad_row="skip"))
+    assert children(os.getpid()) == before
     rejects = [json.loads(line) for line in (info.path / "rejects.jsonl").read_text().splitlines()]
     assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [
-        ("r1.jsonl", 20),
-        ("r2.jsonl", 24),
-        ("r4.jsonl", 35),
+        ("r1.jsonl", 20), ("r2.jsonl", 24), ("r4.jsonl", 35)
     ]
     assert rejects[0]["row"] == '{"messages": 1}'
     assert not list((tmp_path / "cache").glob("*/.tmp-*"))
@@ -275,8 +249,7 @@ def shares(info: PreparedInfo) -> list[tuple[int, int, int]]:
 def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
     files = [tiny.write_rows(tmp_path / f"{i}.jsonl", rows(n, start=100 * i)) for i, n in enumerate((20, 10, 8))]
     train = [
-        {"path": str(files[0]), "weight": 0.25},
-        {"path": str(files[1]), "weight": 2.5},
+        {"path": str(files[0]), "weight": 0.25}, {"path": str(files[1]), "weight": 2.5},
         {"path": str(files[2]), "count": 3},
     ]
     info = prepare(tiny.request(tmp_path / "cache", train))
@@ -388,9 +361,7 @@ def test_a_refuted_fast_encoder_starts_the_work_again(tmp_path: Path, monkeypatc
     assert documents(open_prepared(info.path, verify=True).train) == documents(expected.train)
 
 
-def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_fast_encoder_the_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 1)
     monkeypatch.setattr("tuner.data.building.documents.FAST_FROM_BYTES", 1)
     path = tiny.write_rows(tmp_path / "r.jsonl", rows(200))
@@ -412,15 +383,13 @@ def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_th
 def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
     said, now = io.StringIO(), [0.0]
     console = Console(stream=said)
-    with console.progress("encode", 100) as bar:
-        pace = Pace(console, bar, 200_000_000, lambda: now[0])
+    with pace(console, 200_000_000, lambda: now[0]) as add:
         for seconds, done in ((10, 20), (31, 30), (32, 30), (70, 60)):
             now[0] = seconds
-            pace.add(done * 1_000_000)
+            add(done * 1_000_000)
     lines = said.getvalue().splitlines()
     assert [line.split(None, 1)[1] for line in lines] == [
-        "25% of 200 MB  1.6 MB/s  1:33 left",
-        "70% of 200 MB  2.0 MB/s  0:30 left",
+        "25% of 200 MB  1.6 MB/s  1:33 left", "70% of 200 MB  2.0 MB/s  0:30 left"
     ]
 
 
@@ -594,12 +563,7 @@ def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
 
 def test_explain_says_where_a_share_or_what_is_held_out_may_leave_a_row_out(tmp_path: Path) -> None:
     path = str(tiny.write_rows(tmp_path / "r.jsonl", rows(3)))
-    cases: list[tuple[dict[str, Any], Any, str]] = [
-        ({"weight": 0.5}, None, "weight: 0.5 may not draw it"),
-        ({"count": 2}, "34%", "count: 2 may not draw it and data.eval: 34% may hold it out"),
-        ({"weight": 2}, None, ""),
-    ]
-    for share, held, said in cases:
+    for share, held, said in cases(__file__, "explain_says_where_a_share_may_leave_a_row_out"):
         request = tiny.request(tmp_path / "cache", {"path": path, **share}, eval=held)
         assert [view.drawn for view in explain(request, 1)] == [said]
 

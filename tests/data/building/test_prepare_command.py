@@ -13,7 +13,7 @@ import pytest
 from tests.caches import new_cache
 from tests.data import tiny
 from tests.fixtures import commands, forked
-from tests.fixtures.processes import wait_until_gone
+from tests.fixtures.processes import children, wait_until_gone
 from tuner.data.building.cache import collect
 from tuner.data.prepared import open_prepared
 
@@ -153,13 +153,6 @@ def workers_of(pid: int) -> list[int]:
             return workers
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,8 @@ def share(**amount: Any) -> Source:
 
 
 @given(
-    documents=st.integers(0, 300),
-    weight=st.sampled_from([0.001, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.75]),
-    count=st.none() | st.integers(1, 700),
-    seed=st.integers(0, 2**64 - 1),
+    documents=st.integers(0, 300), weight=st.sampled_from([0.001, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.75]),
+    count=st.none() | st.integers(1, 700), seed=st.integers(0, 2**64 - 1),
 )
 def test_a_share_is_exact_and_even(documents: int, weight: float, count: int | None, seed: int) -> None:
     source = share() if count is None and weight == 1 else share(count=count) if count else share(weight=weight)
@@ -83,8 +81,7 @@ def test_what_is_held_out_depends_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -
 
 
 @given(
-    documents=st.lists(st.integers(0, 40), min_size=2, max_size=120),
-    wanted=st.integers(1, 60),
+    documents=st.lists(st.integers(0, 40), min_size=2, max_size=120), wanted=st.integers(1, 60),
     seed=st.integers(0, 2**64 - 1),
 )
 def test_groups_of_equal_documents_stay_together(documents: list[int], wanted: int, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -52,15 +51,6 @@ class Echo:
                 time.sleep(sum(seconds))
                 return b"x" * size
         return item, os.getpid(), os.environ.get("TOKENIZERS_PARALLELISM")
-
-
-@dataclass(frozen=True)
-class Threaded(Echo):
-    """An Echo that has a thread from the start on."""
-
-    def start(self) -> Callable[[Any], Any]:
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        return self.answer
 
 
 @dataclass(frozen=True)

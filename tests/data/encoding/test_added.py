@@ -11,25 +11,14 @@ from tests.data import tiny
 from tests.fixtures.tables import cases
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
-from tuner.data.building.spec import PrepareSpec, keys_of
+from tuner.data.building.spec import keys_of
 from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import RecipeError
 
-WISH: list[Any] = ["hyperkalemia", {"token": "<|turn|>", "special": True}, "caf\u00e9 \u65e5"]
-TEXTS = [
-    "a hyperkalemia, hyperkalemiahyperkalemia hyper",
-    "<|turn|>caf\u00e9 \u65e5<|turn|> caf\u00e9\u65e5 cafe\u0301 \u65e5",
-    "hello world",
-]
-LEGACY = {"0": {"content": "<|endoftext|>", "special": True}}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decoder": {"added_tokens_decoder": LEGACY},
-    "extra": {"additional_special_tokens": ["<|endoftext|>"]},
-    "extra by names": {"extra_special_tokens": {"image_token": "<|endoftext|>"}},
-}
+WISH, TEXTS = cases(__file__, "wish"), cases(__file__, "texts")
+CONFIGS: Any = cases(__file__, "configs")
 
 
 def loaded(directory: Path, wish: list[Any], **section: Any) -> TextTokenizer:
@@ -88,19 +77,10 @@ def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat("a", "b")])
 
     def key(*wish: Any) -> str:
-        built = tiny.request(tmp_path / "cache", [{"path": str(path)}])
-        tokenizer = loaded(directory, list(wish))
-        return keys_of(
-            PrepareSpec(built.data, built.examples, tokenizer, built.max_length, 1, built.cache_dir)
-        ).prepared
+        return keys_of(tiny.request(tmp_path / "cache", path, tokenizer=loaded(directory, list(wish)))).prepared
 
     names = [
-        key(),
-        key("x y"),
-        key("x z"),
-        key({"token": "x y", "special": True}),
-        key("x y", "x z"),
-        key("x z", "x y"),
+        key(), key("x y"), key("x z"), key({"token": "x y", "special": True}), key("x y", "x z"), key("x z", "x y")
     ]
     assert len(set(names)) == len(names)
     assert key("x y") == key({"token": "x y", "special": False})

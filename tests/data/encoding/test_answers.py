@@ -106,20 +106,23 @@ def test_prompts_are_those_of_transformers(tmp_path: Path) -> None:
         assert ids[: len(prompt)] == prompt, name
 
 
+def asked(arguments: object) -> list[dict[str, Any]]:
+    """A question for which a tool is called, with a thought before the call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = tiny.chat("a", "", "2", "two")["messages"]
+    chat[1] |= {"reasoning_content": "so f", "tool_calls": [call]}
+    chat[2]["role"] = "tool"
+    return list(chat)
+
+
 def test_the_prompt_is_what_a_model_is_given_where_an_answer_after_it_changes_it() -> None:
     """The thought before a call is in the prompt of the answer to its result, and not once that answer is there."""
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "reasoning_content": "so f", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "two"},
-    ]
+    messages = asked({"x": 1})
     tokenizer = families.tokenizer(families.CHANNELS, eos_token="<|return|>")
     tokenizer = TextTokenizer(tokenizer.files, model_eos_ids=tokenizer.encode("<|call|>"))
-    (asked, first), (answered, second) = documents(encode(tokenizer, {"messages": messages}))
+    (called, first), (answered, second) = documents(encode(tokenizer, {"messages": messages}))
     thought_and_call = '<|channel|>analysis<|message|>so f<|end|><|start|>assistant to=f<|message|>{"x": 1}<|call|>'
-    assert tokenizer.decode(np.array(asked)[first].tolist()) == thought_and_call
+    assert tokenizer.decode(np.array(called)[first].tolist()) == thought_and_call
     assert tokenizer.decode(np.array(answered)[second].tolist()) == "<|channel|>final<|message|>two<|return|>"
     prompt = tokenizer.render(parse_record({"messages": messages}).messages[:3], True)  # type: ignore[union-attr]
     assert "so f" in prompt
@@ -130,15 +133,8 @@ def test_the_prompt_is_what_a_model_is_given_where_an_answer_after_it_changes_it
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_calls_are_given_in_the_form_that_the_template_reads(arguments: object) -> None:
     """Joined to a text an object is an error, and beside an empty content calls are not written at all."""
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "reasoning_content": "so f", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "two"},
-    ]
     tokenizer = families.tokenizer(families.CUTS)
-    batch = encode(tokenizer, {"messages": messages})
+    batch = encode(tokenizer, {"messages": asked(arguments)})
     assert batch.by_answer == {0: ()}
     trained = [tokenizer.decode(np.array(ids)[mask].tolist()) for ids, mask in documents(batch)]
     assert trained == ['so f\n</think>\n\ncall f{"x": 1}<|im_end|>', f"{EMPTY}two<|im_end|>"]
@@ -268,27 +264,23 @@ def test_notes_are_not_of_rows_that_have_no_document() -> None:
     assert batch.notes == {chat.NO_END: 1}
 
 
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"name": n, "arguments": {"city": n}} for n in ("Oslo", "Rome")],
-}
-DROPPED = [
-    ({"role": "assistant", "content": "d", "thinking": "so"}, {turns.SHORTENED}),
-    ({"role": "assistant", "content": "d", "reasoning": "so"}, {turns.SHORTENED}),
-    ({"role": "assistant", "content": "d", "name": "Ada", "id": "7", "index": 3}, {f"{turns.FIELD_NOT_SHOWN}: name"}),
-    (CALL, {turns.CALLS_NOT_SHOWN}),
-]
+CALLS = [{"name": city, "arguments": {"city": city}} for city in ("Oslo", "Rome")]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
 
 
-@pytest.mark.parametrize(("message", "notes"), DROPPED)
-def test_what_a_template_drops_of_a_message_is_counted(message: dict[str, Any], notes: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [({"thinking": "so"}, turns.SHORTENED), ({"reasoning": "so"}, turns.SHORTENED),
+     ({"name": "Ada", "id": "7", "index": 3}, f"{turns.FIELD_NOT_SHOWN}: name"), (CALL, turns.CALLS_NOT_SHOWN)],
+)  # fmt: skip
+def test_what_a_template_drops_of_a_message_is_counted(more: dict[str, Any], note: str) -> None:
     """Of two calls one alone is written here, with its arguments and none of the second's."""
     one = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments }}{% endif %}"
     template = f"{{% for m in messages %}}<|im_start|>{{{{ m.content }}}}{one}<|im_end|>{{% endfor %}}"
     template += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    batch = encode(families.tokenizer(template), {"messages": [{"role": "user", "content": "c"}, message]})
-    assert set(batch.notes) == notes
+    row = tiny.chat("c", "d")
+    row["messages"][1] |= more
+    assert set(encode(families.tokenizer(template), row).notes) == {note}
 
 
 def test_a_thought_after_an_open_prompt_has_any_of_its_names() -> None:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data import spm, tiny
+from tests.data.families import TEMPLATES
 from tests.fixtures import forked, tables
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import report_lines, warnings_of
@@ -24,67 +24,34 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.id_probes import adversarial_texts
 from tuner.errors import DataError, MachineError, PluginError
 
-CHATS = [
-    [("user", "hello world"), ("assistant", "the answer is 42")],
-    [("user", "  two  spaces "), ("assistant", " x\n"), ("user", "\n\n"), ("assistant", "\u4e2d\u6587 \u00e9")],
-    [("user", ""), ("assistant", "def f(x):\n\treturn 1"), ("user", "[INST] a"), ("assistant", "\U0001f642")],
-]
-
-
+CHATS = tables.cases(__file__, "chats")
 LLAMA = {"tokenizer_class": "LlamaTokenizer", **spm.NAMES}
-OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["a.Own", None]}}
 
 
-@dataclass(frozen=True)
-class Case:
+def files_of(kind: str) -> dict[str, bytes]:
     """Files as a model ships them: what is asked of transformers is another tokenizer for each."""
-
-    files: dict[str, bytes]
-    model_type: str | None = "llama"
-    template: str = spm.INST
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-def llama(files: dict[str, bytes], template: str = spm.INST, model_type: str | None = "llama", **config: Any) -> Case:
-    return Case(files, model_type, template, LLAMA | config)
-
-
-def cases() -> dict[str, Case]:
-    model, normalizes, metaspace = (
-        {"tokenizer.model": spm.model()},
-        {"tokenizer.json": spm.tokenizer_json()},
-        {"tokenizer.json": spm.tokenizer_json(normalizes=False)},
-    )
-    digits = json.loads(tiny.tokenizer_json())
-    digits["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, digits["pre_tokenizer"]],
-    }
-    gpt2 = {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(spm.NAMES, "<|endoftext|>")}
-    return {
-        "Llama 2": llama(normalizes, legacy=True),
-        "legacy false": llama(normalizes, spm.TURNS, legacy=False),
-        "Metaspace, spaces and two BOS": llama(metaspace, spm.SPACES),
-        "a token beside the vocabulary": llama(normalizes, legacy=True, pad_token="<pad>"),  # noqa: S106 (a token)
-        "Mistral, model only": llama(model, spm.TURNS, "mistral", legacy=True),
-        "Llama 2, model only": llama(model, legacy=True),
-        "Unigram, model only, without a class": Case({"tokenizer.model": spm.model("unigram")}, "llama", spm.TURNS),
-        "GPT2Tokenizer over Digits": Case({"tokenizer.json": json.dumps(digits).encode()}, "gpt2", spm.TURNS, gpt2),
-        "code of its own": llama(normalizes, spm.TURNS, None, **OWN_CODE),
-    }
+    if kind in {"bpe", "unigram"}:
+        return {"tokenizer.model": spm.model(kind)}
+    if kind != "digits":
+        return {"tokenizer.json": spm.tokenizer_json(normalizes=kind == "normalizes")}
+    spec = json.loads(tiny.tokenizer_json())
+    digits = {"type": "Digits", "individual_digits": True}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, spec["pre_tokenizer"]]}
+    return {"tokenizer.json": json.dumps(spec).encode()}
 
 
-@pytest.mark.parametrize("name", cases())
-def test_ids_are_those_of_the_exports_readers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("kind", "template", "model_type", "config"), tables.cases(__file__, "as_models_ship_them"))
+def test_ids_are_those_of_the_exports_readers(
+    tmp_path: Path, kind: str, template: str, model_type: str | None, config: dict[str, Any]
+) -> None:
     """Of an export: the files that a run keeps, next to the model's config.json; and of those files alone."""
     from transformers import AutoTokenizer
 
-    case = cases()[name]
-    base = spm.write(tmp_path / "base", case.files, case.model_type, **case.config)
-    (base / "chat_template.jinja").write_text(case.template)
+    base = spm.write(tmp_path / "base", files_of(kind), model_type, **config)
+    (base / "chat_template.jinja").write_text(TEMPLATES[template])
     ours = load_tokenizer(str(base), None, TokenizerSection())
     ours.save(tmp_path / "run")
-    export = spm.write(tmp_path / "export", dict(ours.files), case.model_type)
+    export = spm.write(tmp_path / "export", dict(ours.files), model_type)
     for directory in (export, tmp_path / "run"):
         theirs = AutoTokenizer.from_pretrained(directory)
         for chat in CHATS:
@@ -95,7 +62,7 @@ def test_ids_are_those_of_the_exports_readers(tmp_path: Path, name: str) -> None
             assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], text
             assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"], text
         assert (ours.eos_id, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
-    if case.config.get("auto_map") is None:
+    if config.get("auto_map") is None:
         plain = AutoTokenizer.from_pretrained(base)
         assert plain(" a\n b </s> c")["input_ids"] == ours.encode(" a\n b </s> c", add_special_tokens=True)
 
@@ -113,13 +80,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
+def write_llama(place: Path) -> Path:
+    return spm.write(place / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+
+
 def load(directory: Path, cache: Path) -> TextTokenizer:
     return load_tokenizer(str(directory), None, TokenizerSection(), cache)
 
 
 @pytest.mark.parametrize("at", ["its files", "the answer"])
 def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     cut = subprocess.CompletedProcess([], 2, "", "a warning\n28\n")  # what the process says that writes the answer
     monkeypatch.setattr(tokenizer_files, "subprocess", SimpleNamespace(run=lambda *_, **__: cut))
     if at == "its files":
@@ -138,10 +109,7 @@ def test_the_process_that_answers_says_what_the_machine_refused(tmp_path: Path) 
 
 
 def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None:
-    base, cache = (
-        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
-        tmp_path / "c",
-    )
+    base, cache = write_llama(tmp_path), tmp_path / "c"
     first = load(base, cache)
     (base / "chat_template.jinja").write_text(spm.TURNS)
     (base / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
@@ -164,7 +132,7 @@ def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, asked: list[object]) -> None:
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     (tmp_path / "file").write_text("")
     assert load(base, tmp_path / "file").hash == load(base, tmp_path / "cache").hash
     assert len(asked) == 2
@@ -176,18 +144,12 @@ def test_files_that_are_loaded_as_they_are_stay_as_they_are(tmp_path: Path) -> N
     assert tokenizer.files == tiny.files()
     assert tokenizer.hash == tiny.tokenizer().hash
     assert tokenizer.loaded_as == {
-        "transformers": version("transformers"),
-        "class": "TokenizersBackend",
-        "changed": [],
-        "other_versions": [],
+        "transformers": version("transformers"), "class": "TokenizersBackend", "changed": [], "other_versions": []
     }
 
 
 def test_another_version_with_other_ids_is_named(tmp_path: Path) -> None:
-    base, cache = (
-        spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA),
-        tmp_path / "c",
-    )
+    base, cache = write_llama(tmp_path), tmp_path / "c"
     load(base, cache)
     [answer] = cache.rglob("answer.json")
     for other, digest in (("4.57.0", "0" * 64), ("5.22.0", json.loads(answer.read_text())["ids_sha256"])):
@@ -262,7 +224,7 @@ def fails(tokenizer): raise KeyError("vocabulary")
 @pytest.fixture
 def made_by(tmp_path: Path) -> Callable[..., TextTokenizer]:
     """The tokenizer that code of the user's own makes of one whose class rebuilds its normaliser."""
-    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    base = write_llama(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates/tool_use.jinja").write_text(spm.INST)

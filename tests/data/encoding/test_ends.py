@@ -17,11 +17,7 @@ CASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("ends.jso
 The end-of-turn token, as the tokenizer names it or not, may come after a token that closes the answer. What comes next
 is a header, which is not the model's.
 """
-CLOSED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ANSWER"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CLOSED = families.TEMPLATES["closed"]
 
 
 def ending(name: str) -> TextTokenizer:

@@ -137,8 +137,7 @@ def test_both_ways_give_the_same_documents() -> None:
 def test_rows_that_the_fast_way_cannot_take_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, "\u03b1")
     odd = [
-        parse_record(tiny.chat("a", "\u03b1\u03b2")),
-        parse_record(tiny.chat("<|im_end|>", "b")),
+        parse_record(tiny.chat("a", "\u03b1\u03b2")), parse_record(tiny.chat("<|im_end|>", "b")),
         PlainText("x <|im_end|>"),
     ]
     batch = same(tiny.tokenizer(), [*rows(10), *odd, *rows(10)])

@@ -20,26 +20,9 @@ from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Tokens, parse_record
 
-LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ENDS_WHOLE = LOOP_LAST + (
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ '<|endoftext|>' }}{% endif %}"
-)
-DROPS_REASONING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</t>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEMPLATES: dict[str, str] = {"chatml": tiny.CHATML, **cases(__file__, "templates")}  # type: ignore[dict-item]
+LOOP_LAST, MARKED = TEMPLATES["loop_last"], TEMPLATES["marked"]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
-NO_CONTROL = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
 
 def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
     tokenizer, example = tokenizer or tiny.tokenizer(), parse_record(row)
@@ -76,9 +59,22 @@ def test_a_token_over_the_start_of_an_answer_matters_only_where_something_is_mas
     assert document.input_ids.tolist() == tokenizer.encode("world<|im_end|>hello<|im_end|>")
 
 
+@pytest.mark.parametrize(("template", "contents", "train", "train_on", "parts"), cases(__file__, "what_is_trained"))
+def test_what_is_trained(  # noqa: PLR0917
+    template: str, contents: list[str], train: list[bool | None], train_on: TrainOn, parts: list[str]
+) -> None:
+    end = "<|endoftext|>" if template == "loop_last" else "<|im_end|>"
+    tokenizer, row = tiny.tokenizer(TEMPLATES[template], eos_token=end), tiny.chat(*contents)
+    for message, flag in zip(row["messages"], train, strict=True):
+        message["train"] = flag
+    assert trained_parts(encode(row, train_on, tokenizer), tokenizer) == parts
+    everything = encode(row, "all", tokenizer)
+    untrained = tokenizer.decode(everything.input_ids[~everything.trained].tolist())
+    assert untrained == "".join(f"{contents[i]}<|im_end|>" for i, flag in enumerate(train) if flag is False)
+
+
 def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
     document = encode(tiny.chat("hello", "world ", "the <answer>?", "forty two\n"))
-    assert trained_parts(document) == ["world <|im_end|>", "forty two\n<|im_end|>"]
     text = tiny.tokenizer().decode(document.input_ids.tolist())
     assert text.startswith("<|im_start|>system\nYou are helpful<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
     # The padding token is the end token too: its id decides nothing.
@@ -87,53 +83,10 @@ def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
     assert tiny.tokenizer().decode(document.input_ids[: document.prompt_tokens].tolist()).endswith("assistant\n")
 
 
-@pytest.mark.parametrize(("train_on", "expected"), cases(__file__, "train_on"))
-def test_train_on(train_on: TrainOn, expected: list[str]) -> None:
-    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), train_on)) == expected
-    assert encode(tiny.chat("a", "b", "c", "d"), "all").trained.all()
-
-
-def test_a_message_decides_for_itself() -> None:
-    row = tiny.chat("a", "b", "c", "d")
-    row["messages"][1]["train"] = False
-    assert trained_parts(encode(row)) == ["d<|im_end|>"]
-    row["messages"][2]["train"] = True
-    parts = trained_parts(encode(row, "last_assistant"))
-    assert parts == ["<|im_start|>user\nc<|im_end|>\n", "d<|im_end|>"]
-    everything = encode(row, "all")
-    untrained = tiny.tokenizer().decode(everything.input_ids[~everything.trained].tolist())
-    assert untrained == "b<|im_end|>"
-
-
-def test_content_that_repeats_the_answer_is_not_mistaken_for_it() -> None:
-    assert trained_parts(encode(tiny.chat("assistant\nyes", "yes", "yes", "yes"))) == ["yes<|im_end|>", "yes<|im_end|>"]
-
-
 def test_byte_tokenizer_masks() -> None:
     tokenizer = TextTokenizer(byte_tokenizer_files())
     document = encode(tiny.chat("h\u00e9", "\U0001f642", "x", "y"), tokenizer=tokenizer)
     assert trained_parts(document, tokenizer) == ["\U0001f642<|eos|>", "y<|eos|>"]
-
-
-def test_generation_marks_are_followed() -> None:
-    tokenizer = tiny.tokenizer(MARKED)
-    assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
-    text = tokenizer.render(tiny.chat("a", "b")["messages"])
-    assert text == "<|im_start|>user\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
-
-
-def test_a_token_that_ends_the_whole_conversation_is_no_obstacle() -> None:
-    tokenizer = tiny.tokenizer(ENDS_WHOLE)
-    parts = trained_parts(encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer))
-    assert parts == ["b<|im_end|>", "d<|im_end|>"]
-
-
-def test_earlier_turns_are_trained_as_the_template_writes_them() -> None:
-    tokenizer = tiny.tokenizer(DROPS_REASONING)
-    assert trained_parts(encode(tiny.chat("a", "<t>x</t>b"), tokenizer=tokenizer)) == ["<t>x</t>b<|im_end|>"]
-    row = tiny.chat("a", "<t>x</t>b", "c", "d")
-    assert trained_parts(encode(row, tokenizer=tokenizer)) == ["b<|im_end|>", "d<|im_end|>"]
-    assert len(trained_parts(encode(row, "last_assistant", tokenizer))) == 1
 
 
 def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None:
@@ -141,10 +94,10 @@ def test_a_prompt_that_is_not_what_stands_before_the_answer_is_refused() -> None
         encode(tiny.chat("a", "b"), tokenizer=tiny.tokenizer(LOOP_LAST + "{% if add_generation_prompt %}X{% endif %}"))
 
 
-@pytest.mark.parametrize(("template", "answer"), [(tiny.CHATML, "\n\nb"), (NO_CONTROL, "hello")])
+@pytest.mark.parametrize(("template", "answer"), [("chatml", "\n\nb"), ("no_control", "hello")])
 def test_a_token_over_the_boundary_is_cut_as_it_is_at_inference(template: str, answer: str) -> None:
     # Together "\n" of the prompt and "\n" of the answer are one token, and the space of "assistant: " is in " hello".
-    tokenizer = tiny.tokenizer(template)
+    tokenizer = tiny.tokenizer(TEMPLATES[template])
     row = tiny.chat("a", answer)
     batch = Encoder(tokenizer, "assistant").encode([parse_record(row)])
     assert (len(batch.records), batch.problems, batch.by_answer) == (1, {}, {})
@@ -233,7 +186,7 @@ def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
     )
     batch = Encoder(tiny.tokenizer(open_ended), "assistant").encode([parse_record(tiny.chat("a", "b"))] * 3)
     assert batch.notes == {chat.OPEN_ENDED: 3}
-    batch = Encoder(tiny.tokenizer(NO_CONTROL), "assistant").encode([parse_record(tiny.chat("a", "\nb"))])
+    batch = Encoder(tiny.tokenizer(TEMPLATES["no_control"]), "assistant").encode([parse_record(tiny.chat("a", "\nb"))])
     assert batch.notes == {chat.NO_END: 1} and not batch.problems
 
 
@@ -247,21 +200,14 @@ def test_rows_that_are_tokens_already() -> None:
     assert Encoder(tiny.tokenizer(), "all").encode([row]).trained.all()
 
 
-SHORTENS = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
-    "{% if not loop.last %}!{% endif %}<|im_end|>"
-    "{% else %}HEADER{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-)
-
-
 def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt() -> None:
-    tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
+    tokenizer = tiny.tokenizer(TEMPLATES["shortens"].replace("HEADER", "A:"))
     batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("A: hi", "b"))])
     assert batch.notes == {chat.REWRITTEN: 1}
     assert trained_parts(batch, tokenizer) == ["b<|im_end|>"]
     # The words of the prompt stand in the question too; where the answer is, something else does.
     with pytest.raises(RecordProblem, match="differently when it is a prompt"):
-        encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))
+        encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(TEMPLATES["shortens"].replace("HEADER", "B:")))
 
 
 def test_a_token_over_the_end_of_an_answer_that_more_follows() -> None:
@@ -278,28 +224,6 @@ def test_a_token_over_the_end_of_an_answer_that_more_follows() -> None:
         row = tiny.chat("(", "us", "(", ")")
         row["messages"][1]["train"] = False
         encode(row, "all", tokenizer)
-
-
-IGNORES_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-OPENS_ANSWERS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-ENDS_TWICE = OPENS_ANSWERS.replace("<|endoftext|>", "<|im_end|>")
-
-
-@pytest.mark.parametrize(
-    ("template", "answer"),
-    [
-        (IGNORES_PROMPT, "<|im_start|>assistant\n{}<|im_end|>"),
-        (OPENS_ANSWERS, "<|endoftext|>{}<|im_end|>"),
-        (ENDS_TWICE, "<|im_end|>{}<|im_end|>"),
-    ],
-)
-def test_an_answer_reaches_to_the_end_of_its_own_words(template: str, answer: str) -> None:
-    tokenizer = tiny.tokenizer(template, eos_token="<|endoftext|>" if template == IGNORES_PROMPT else "<|im_end|>")
-    document = encode(tiny.chat("a", "b", "c", "d"), tokenizer=tokenizer)
-    assert trained_parts(document, tokenizer) == [answer.format("b"), answer.format("d")]
 
 
 def test_generation_marks_never_reach_the_ids() -> None:
@@ -347,7 +271,7 @@ def test_rows_with_tools_have_a_template_of_their_own(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_an_end_token_that_takes_white_space_is_trained_with_it(marked: bool) -> None:
-    files = tiny.files(MARKED if marked else tiny.CHATML)
+    files = tiny.files(TEMPLATES["marked" if marked else "chatml"])
     spec = json.loads(files["tokenizer.json"])
     for token in spec["added_tokens"]:
         token["rstrip"] = token["content"] == "<|im_end|>"

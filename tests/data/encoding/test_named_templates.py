@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.recipe import AddedToken, TokenizerSection
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
-from tuner.data.encoding.named_templates import DIRECTORY, named_template
+from tuner.data.encoding.named_templates import DIRECTORY, NamedTemplate, named_template
 from tuner.data.encoding.place import APART
 from tuner.data.encoding.template import ChatTemplate, named_templates
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
@@ -39,6 +40,16 @@ BY_ROW = ("gemma4", "qwen3.5")
 """Gemma 4's macros hide what they do with contents; of Qwen3.5's conversations each answer is a document."""
 
 
+def named_as(name: str) -> NamedTemplate:
+    found = named_template(name)
+    assert found is not None
+    return found
+
+
+def files_of(base: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in base.iterdir()}
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model's tokenizer without a template: `<|im_end|>` in its vocabulary is an ordinary token."""
@@ -60,9 +71,8 @@ def loaded(base: Path) -> dict[str, TextTokenizer]:
     """The tokenizer with each of the templates, as it is loaded but for what transformers is asked."""
     made = {}
     for name in CHAT_TEMPLATES:
-        named = named_template(name)
-        assert named is not None
-        files, added = with_control_tokens({path.name: path.read_bytes() for path in base.iterdir()}, (), named.tokens)
+        named = named_as(name)
+        files, added = with_control_tokens(files_of(base), (), named.tokens)
         files, new_ids = with_tokens(files, added) if added else (files, range(0))
         made[name] = TextTokenizer(files, named.source, new_ids=new_ids)
     return made
@@ -90,17 +100,7 @@ def test_exactly_the_answers_are_trained_each_after_its_prompt(name: str, loaded
 
 
 def test_chatml_writes_tools_as_qwen_does(loaded: dict[str, TextTokenizer]) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-    called = [
-        {"role": "user", "content": "One and two?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "three"},
-        {"role": "tool", "content": "four"},
-        {"role": "assistant", "content": "I ask again.", "tool_calls": [call, call]},
-        {"role": "tool", "content": "three"},
-        {"role": "assistant", "content": "It is three."},
-    ]
+    tools, called = cases(__file__, "chatml_writes_tools")
     system = [{"role": "system", "content": "Be brief."}]
     for last in range(1, len(called) + 1):
         texts = [loaded[name].render(system + called[:last], last % 2 == 1, tools) for name in ("chatml", "qwen")]
@@ -142,10 +142,7 @@ def test_its_marks_are_those_that_transformers_reads(
     assert batch.trained.tolist() == [bool(flag) for flag in expected["assistant_masks"]]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in CHAT_TEMPLATES if named_template(name).tokens and name not in BY_ROW],  # type: ignore[union-attr]
-)
+@pytest.mark.parametrize("name", [name for name in CHAT_TEMPLATES if named_as(name).tokens and name not in BY_ROW])
 def test_rows_need_no_render_of_their_own(name: str, loaded: dict[str, TextTokenizer]) -> None:
     """Where control tokens surround the turns, the text around contents is learned once."""
     layouts = TemplateLayouts(loaded[name], Planner(loaded[name], "assistant", "refuse"))
@@ -154,7 +151,7 @@ def test_rows_need_no_render_of_their_own(name: str, loaded: dict[str, TextToken
 
 
 def test_tokens_that_are_lacking_are_added_and_end_turns(loaded: dict[str, TextTokenizer], base: Path) -> None:
-    before = TextTokenizer({path.name: path.read_bytes() for path in base.iterdir()})
+    before = TextTokenizer(files_of(base))
     assert before.eos_ids == (before.eos_id,)
     chatml, llama3 = loaded["chatml"], loaded["llama3"]
     assert (chatml.new_ids, chatml.vocab_size) == (range(0), before.vocab_size)
@@ -166,24 +163,18 @@ def test_tokens_that_are_lacking_are_added_and_end_turns(loaded: dict[str, TextT
 
 
 def test_tokens_of_the_recipe_come_first_and_are_not_added_twice(base: Path) -> None:
-    files = {path.name: path.read_bytes() for path in base.iterdir()}
     wanted = [AddedToken(token="word"), AddedToken(token="<|im_sep|>", special=True)]
-    named = named_template("phi4")
-    assert named is not None
-    _, added = with_control_tokens(files, wanted, named.tokens)
-    assert added == wanted
-    _, added = with_control_tokens(files, wanted[:1], named.tokens)
-    assert added == wanted
+    for known in (wanted, wanted[:1]):
+        assert with_control_tokens(files_of(base), known, named_as("phi4").tokens)[1] == wanted
 
 
 def test_a_template_that_ends_with_eos_needs_one() -> None:
-    alpaca, chatml = named_template("alpaca"), named_template("chatml")
-    assert alpaca is not None and chatml is not None
+    alpaca = named_as("alpaca")
     without = tiny.tokenizer(alpaca.source, eos_token=None)
     with pytest.raises(DataError, match="alpaca ends answers with the tokenizer's eos_token") as caught:
         alpaca.require_end(without.special_tokens, "somewhere")
     assert "chat_template: chatml" in str(caught.value.hint)
-    chatml.require_end(without.special_tokens, "somewhere")
+    named_as("chatml").require_end(without.special_tokens, "somewhere")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -197,13 +188,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_plain_chats_are_those_of_the_published_template(name: str) -> None:
     """Nemo's writes a system message only before a last question, so that answers would be learned without it."""
-    named, path = named_template(name), Path(str(ASSETS)) / OWN[name] / "tokenizer_config.json"
-    assert named is not None
+    path = Path(str(ASSETS)) / OWN[name] / "tokenizer_config.json"
     if not path.is_file():
         pytest.skip(f"needs the asset {OWN[name]}")
     config = json.loads(path.read_text(encoding="utf-8"))
     tokens = declared_special_tokens(config, {})
-    ours, own = ChatTemplate(named.source, tokens), ChatTemplate(named_templates({}, config)["default"], tokens)
+    sources = named_as(name).source, named_templates({}, config)["default"]
+    ours, own = (ChatTemplate(source, tokens) for source in sources)
     for messages in (PLAIN, WITH_SYSTEM) if name != "mistral-nemo" else (PLAIN,):
         for stop in range(1, len(messages) + 1):
             assert ours.render(messages[:stop], True) == own.render(messages[:stop], True)

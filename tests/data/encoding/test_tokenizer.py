@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tests.data import tiny
+from tests.data.families import TEMPLATES
 from tests.fixtures.tables import cases
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.template import ChatTemplate
@@ -20,37 +21,10 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 
-TEXTS = [
-    "hello world",
-    "  two  spaces\n\nand lines \n",
-    "h\u00e9 \U0001f642 \u65e5\u672c",
-    "def f(x):\n\treturn 1\r\n",
-    "",
-]
-LLAMA = (
-    "{{ bos_token }}{%- for m in messages %}\n    {%- if m.role == 'user' -%}\n [I] {{ m['content'] | trim }} [/I]"
-    "{%- else %}\n  {% generation %}{{ ' ' ~ m.content ~ eos_token }}{% endgeneration %}\n{% endif %}{%- endfor %}"
-)
-TOOLS = (
-    "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.last %}{{ ns.n }}"
-    "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% break %}{% endif %}{{ m | tojson }}\n{% endfor %}"
-    "{{ strftime_now('%Y') }}{{ dict(a=1) }}"
-)
-CHATS: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "hi"}],
-    [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yo"},
-    ],
-    [
-        {"role": "user", "content": "<&> \u00e9 \U0001f642"},
-        {"role": "assistant", "content": "a\n\nb", "reasoning": "why"},
-    ],
-]
+TEXTS, CHATS = cases(__file__, "texts"), cases(__file__, "chats")
 
 
-@pytest.mark.parametrize("template", [tiny.CHATML, LLAMA, TOOLS])
+@pytest.mark.parametrize("template", [tiny.CHATML, TEMPLATES["llama"], TEMPLATES["tools"]])
 def test_ids_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
     from transformers import AutoTokenizer
 

@@ -13,25 +13,11 @@ from hypothesis import strategies as st
 
 from tests.data import tiny
 from tests.data.reading.files import one, values, write_stream
+from tests.fixtures import tables
 from tuner.config.methods import ExampleKind
 from tuner.data.building.prepare import prepare
 from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.examples import NULLS
-
-STRING = {"type": "string"}
-TOOLS = [
-    {"type": "function", "function": {"name": "book", "parameters": {"properties": {"train": STRING}}}},
-    {"type": "function", "function": {"name": "weigh", "parameters": {"properties": {"grams": {"type": ["integer"]}}}}},
-]
-
-
-def user(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text, **more}
-
-
-def calls(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]}
-
 
 ROWS: dict[str, tuple[ExampleKind, list[dict[str, Any]]]] = {
     name: (case["kind"], case["rows"])
@@ -55,13 +41,7 @@ def written(directory: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
     data_set.to_parquet(str(directory / "datasets.parquet"))
     data_set.save_to_disk(str(directory / "saved"))
     names = (
-        "pyarrow.parquet",
-        "large.parquet",
-        "rows.feather",
-        "stream.arrow",
-        "file.arrow",
-        "datasets.parquet",
-        "saved",
+        "pyarrow.parquet", "large.parquet", "rows.feather", "stream.arrow", "file.arrow", "datasets.parquet", "saved"
     )
     return {name: str(directory / name) for name in names}
 
@@ -230,22 +210,8 @@ def test_what_a_table_fills_in_is_not_trained_and_in_json_lines_it_is_noted(tmp_
     assert NULLS not in meant.report["notes"]
 
 
-ANSWER = {"role": "assistant", "content": "null"}
-
-
-@pytest.mark.parametrize(
-    ("row", "count"),
-    [
-        ({"messages": [user("q"), calls("f", city="Rome", unit=None)]}, 1),
-        ({"messages": [user("q"), calls("f", units=[{"of": [None]}])]}, 0),
-        ({"messages": [user("q"), ANSWER], "tools": [{"function": {"name": "f", "default": None}}]}, 1),
-        ({"messages": [user("q"), ANSWER], "tools": TOOLS, "other": None}, 0),
-        ({"messages": [user("null"), ANSWER], "tools": None}, 0),
-    ],
-)
+@pytest.mark.parametrize(("row", "count"), tables.cases(__file__, "which_nulls_are_noted"))
 def test_which_nulls_are_noted(tmp_path: Path, row: dict[str, Any], count: int) -> None:
-    tiny.write_rows(tmp_path / "rows.jsonl", [row, {"messages": [user("q"), ANSWER]}])
-    info = prepare(
-        tiny.request(tmp_path, tmp_path / "rows.jsonl", tokenizer=tiny.tokenizer(WITH_TOOLS), max_length=2048)
-    )
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [row, tiny.chat("q", "null")])
+    info = prepare(tiny.request(tmp_path, path, tokenizer=tiny.tokenizer(WITH_TOOLS), max_length=2048))
     assert info.report["notes"].get(NULLS, 0) == count

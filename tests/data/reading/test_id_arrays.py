@@ -129,30 +129,16 @@ def test_texts_are_cut_end_to_end_too(tmp_path: Path) -> None:
     assert [ids for ids, _ in found] == [stream[at : at + 16] for at in range(0, len(stream) - 15, 16)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "keys", "message"),
-    [
-        ("a.npy", b"\1\0" * 40, {}, "no header says of which type"),
-        ("a.npy", b"\1\0" * 40 + b"\1", {"dtype": "uint16"}, "81 bytes are no whole number of ids"),
-        ("a.npy", np.zeros((4, 4), "<u2"), {}, "is a line of integers"),
-        ("a.npy", np.zeros(40, "<f4"), {}, "is a line of integers"),
-        ("a.npy", np.zeros(40, "<u2"), {"dtype": "uint32"}, "its ids are uint16 by its header"),
-        ("a.npy", np.full(40, 7, "<u2"), {"columns": {"text": "t"}}, "no format and no columns"),
-        ("a.npy", np.full(40, 7, "<u2"), {"end_token": False}, "nothing is put after the documents of an array"),
-        ("a.jsonl", b'{"text": "a b c"}\n', {"end_id": 2}, "dtype and end_id are of arrays"),
-        ("a.npy", np.array([7, 8, 2, 9, 999, 2], "<u2"), {}, r"y:2:1: id 999 at position 4 of the array is not in"),
-        ("a.npy", np.array([7, 8, 2, 9, -1, 2], "<i4"), {}, r"a\.npy:2:1: id -1 at position 4 of the array is not in"),
-        ("a.npy", np.full(900, 7, "<u2"), {}, "no document ends in 512 ids from position 0 on"),
-    ],
-    ids=range(11),
-)
+@pytest.mark.parametrize(("name", "dtype", "ids", "times", "keys", "message"), cases(__file__, "what_is_refused"))
 def test_what_is_refused(
-    tmp_path: Path, name: str, content: Any, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, dtype: str | None, ids: Any, times: int, keys: dict[str, Any], message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ids of a type are an array that numpy writes; a text is written as it is."""
     monkeypatch.setattr(id_blocks, "MOST_IDS", 512)
     monkeypatch.setattr(id_blocks, "BLOCK_BYTES", 512)
     path = tmp_path / name
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    path.write_text(ids * times) if dtype is None else np.save(path, np.tile(np.array(ids, dtype), times))
     with pytest.raises(DataError, match=message):
         rows_of(tmp_path / "cache", {"path": str(path), **keys}, rows="packed")
 

@@ -93,12 +93,8 @@ def test_both_routes_give_what_was_written(value: object, ascii_only: bool, inde
         assert any(word in problem.reason for word in ("NUL", "surrogate", "NaN", "Infinity"))
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        ["a", ":", '\\":', '\\"', "\\\\", "\\u003a", "\\u003A", "\\u0022", "\\u0000", "\\ud83d\\ude42", "\\ud83d", "é"]
-    ),
-    max_size=4,
-).map("".join)
+ESCAPED = ["\\\\", "\\u003a", "\\u003A", "\\u0022", "\\u0000", "\\ud83d\\ude42", "\\ud83d"]
+PIECES = st.lists(st.sampled_from(["a", ":", '\\":', '\\"', *ESCAPED, "é"]), max_size=4).map("".join)
 SCALARS = st.sampled_from(["1", "-0", "1.5e3", "9" * 25, "1e400", "NaN", "true", "null", "-9223372036854775809"])
 BLANKS = st.sampled_from(["", "", " ", "\t"])
 MEMBERS = st.tuples(st.sampled_from(["a", "b", "c:", "d\\\\", "\\u0061", "e\\u003a", '\\"']), BLANKS, BLANKS)

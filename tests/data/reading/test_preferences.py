@@ -7,25 +7,16 @@ from typing import Any
 import pytest
 
 from tests.data.reading.cases import cases
-from tests.data.reading.test_records import answer, chat, user
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, proposals, reading_for
-from tuner.data.reading.records import (
-    Labelled,
-    Pair,
-    PromptCompletion,
-    parse_compared,
-    parse_record,
-)
-
-BOTH = chat(user(), answer("a")), chat(user(), answer("b"))
+from tuner.data.reading.records import Labelled, Pair, read_as
 
 
-def parsed(kind: ExampleKind, row: dict[str, Any], *given: Any) -> Any:
-    return parse_compared(row, kind, *given) if kind in {"preference", "unpaired"} else parse_record(row, *given)  # type: ignore[arg-type]
+def parsed(kind: ExampleKind, row: dict[str, Any]) -> Any:
+    return read_as(row, kind, "auto", {})
 
 
 @pytest.mark.parametrize(("row", "wanted"), cases("pairs", "row", "example"))
@@ -67,24 +58,3 @@ def test_rows_of_another_method_name_it(
     with pytest.raises(RecordProblem, match=reason):
         parsed(kind, row)
     assert [proposal.lines for proposal in proposals(row, [row], ProposedReading(kind), chats=True)] == lines
-
-
-def test_columns_and_forms_of_pairs() -> None:
-    row = {"input": {"messages": [user()]}, "good": [answer("a")], "bad": [answer("b")], "prompt": "other"}
-    columns = {"prompt": "input.messages", "chosen": "good", "rejected": "bad"}
-    assert parsed("preference", row, "auto", columns) == Pair(*BOTH)
-    with pytest.raises(RecordProblem, match="no 'better', which columns names for chosen"):
-        parsed("preference", row, "auto", {**columns, "chosen": "better"})
-    with pytest.raises(RecordProblem, match="good is empty|chosen is empty") as caught:
-        parsed("preference", {**row, "good": [answer(" ")]}, "auto", columns)
-    assert caught.value.path == ("good",)
-    assert parsed(
-        "unpaired", {"q": "q", "a": "a", "ok": 1}, "auto", {"prompt": "q", "completion": "a", "label": "ok"}
-    ) == (Labelled(PromptCompletion("q", "a"), True))
-    spoken = {"conversations": [{"role": "human", "content": "q"}], "chosen": "a", "rejected": "b", "prompt": "other"}
-    assert parsed("preference", spoken, "sharegpt") == Pair(*BOTH)
-    with pytest.raises(RecordProblem, match="unknown role 'human'"):
-        parsed("preference", {**spoken, "prompt": None})
-    both = {"prompt": "p", "instruction": "q", "chosen": "a", "rejected": "b"}
-    assert parsed("preference", both, "alpaca") == Pair(*BOTH)
-    assert parsed("preference", both) == Pair(PromptCompletion("p", "a"), PromptCompletion("p", "b"))

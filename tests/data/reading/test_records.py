@@ -1,5 +1,6 @@
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,23 +13,7 @@ from tuner.data.reading.blocks import position_of
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, proposals, ways_out
-from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, parse_record, unused_texts
-
-
-def user(content: Any = "q", **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **more}
-
-
-def answer(content: Any = "a", **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def turn(speaker: str, value: Any, **more: Any) -> dict[str, Any]:
-    return {"from": speaker, "value": value, **more}
-
-
-def chat(*messages: dict[str, Any], train: list[bool | None] | None = None, tools: Any = None) -> Conversation:
-    return Conversation(list(messages), train or [None] * len(messages), tools)
+from tuner.data.reading.records import Conversation, parse_record, read_as, unused_texts
 
 
 @pytest.mark.parametrize(("row", "expected"), cases("good", "row", "example"))
@@ -106,49 +91,28 @@ def test_text_that_is_not_read_is_named(row: dict[str, Any], columns: dict[str, 
     assert unused_texts(row, columns) == tuple(unused)
 
 
-def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:
-    row = {"conversations": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}
-    with pytest.raises(RecordProblem, match="unknown role 'human'"):
-        parse_record(row)
-    assert parse_record(row, "sharegpt") == chat(user(), answer())
-    with pytest.raises(RecordProblem, match="unknown role 'referee'") as caught:
-        parse_record({"messages": [{"role": "referee", "content": "q"}]}, "sharegpt")
-    assert (caught.value.path, caught.value.hint) == (("messages", 0, "role"), None)
-    with pytest.raises(RecordProblem, match="no conversations; the row has 'text'"):
-        parse_record({"text": "x"}, "sharegpt")
+def test_a_form_that_is_named_wrongly_has_a_proposal() -> None:
     proposed = proposals({"text": "x"}, [], ProposedReading("sft", "sharegpt"), chats=True)
     assert [one.reading for one in proposed] == [ProposedReading("sft", "text")]
 
 
-def test_a_format_forces_the_form() -> None:
-    row = {"messages": [user(), answer()], "text": "whole", "chosen": "x", "rejected": "y"}
-    assert parse_record(row, "messages") == chat(user(), answer())
-    assert parse_record(row, "text") == PlainText("whole")
-    with pytest.raises(RecordProblem, match=r"no prompt \+ completion; the row has 'messages'"):
-        parse_record(row, "prompt_completion")
-    with pytest.raises(RecordProblem, match="a preference row"):
-        parse_record(row)
+READ = ("kind", "row", "format", "columns")
 
 
-def test_columns_rename_and_reach_into_objects() -> None:
-    row = {"q": "x", "chat": {"turns": [user(), answer()], "a.b": "t"}, "text": "whole", "a.b": "dotted"}
-    assert parse_record(row, columns={"prompt": "q", "completion": "text"}) == PromptCompletion("x", "whole")
-    assert parse_record(row, columns={"messages": "chat.turns"}) == chat(user(), answer())
-    assert parse_record(row, columns={"text": "a.b"}) == PlainText("dotted")
-    assert parse_record(row, "text", {"prompt": "q"}) == PlainText("whole")
-    alpaca = {"instruction": "i", "output": "o"}
-    assert parse_record(alpaca, columns={"prompt": "instruction", "completion": "output"}) == PromptCompletion("i", "o")
-    assert parse_record({"text": "x"}, columns={"text": "text", "system": "none"}) == PlainText("x")
-    assert "prompt" not in row
+@pytest.mark.parametrize((*READ, "wanted"), cases("read_as", *READ, "example"))
+def test_rows_are_read_as_their_source_says(kind: Any, row: Any, format: str, columns: Any, wanted: Any) -> None:  # noqa: A002
+    before = json.dumps(row)
+    found = read_as(row, kind, format, columns)
+    assert (found, type(found), json.dumps(row)) == (wanted, type(wanted), before)
 
 
-def test_problems_of_columns_are_named_as_the_row_has_them() -> None:
-    with pytest.raises(RecordProblem, match="no 'question', which columns names for prompt; did you mean 'questions'"):
-        parse_record({"questions": "x", "a": "y"}, columns={"prompt": "question", "completion": "a"})
-    row = {"chat": {"turns": [user(), {"role": "x", "content": "y"}]}}
-    with pytest.raises(RecordProblem) as caught:
-        parse_record(row, columns={"messages": "chat.turns"})
-    assert caught.value.path == ("chat", "turns", 1, "role")
+@pytest.mark.parametrize((*READ, "reason", "path"), cases("not_read_as", *READ, "reason", "path"))
+def test_rows_that_are_not_what_their_source_says_are_named(
+    kind: Any, row: Any, format: str, columns: Any, reason: str, path: list[Any]  # noqa: A002
+) -> None:
+    with pytest.raises(RecordProblem, match=re.escape(reason)) as caught:
+        read_as(row, kind, format, columns)
+    assert (caught.value.path, caught.value.hint) == (tuple(path), None)
 
 
 def test_reasons_are_short_and_of_few_kinds() -> None:
@@ -156,11 +120,8 @@ def test_reasons_are_short_and_of_few_kinds() -> None:
     for i in range(0, 300, 10):
         key = f"k'\"{i}" * (1 + i * 100)
         for row in (
-            {"messages": [{"role": f"r{i}", "content": "x"}]},
-            {key: i, "n": 1},
-            {"conversations": [turn(key, "x")]},
-            {"input_ids": [1] * (i + 2), "loss_mask": [1]},
-            {"prompt": key, "chosen": "x", "rejected": "y"},
+            {"messages": [{"role": f"r{i}", "content": "x"}]}, {"conversations": [{"from": key, "value": "x"}]},
+            {"input_ids": [1] * (i + 2), "loss_mask": [1]}, {"prompt": key, "chosen": "x", "rejected": "y"}, {key: 1},
         ):
             with pytest.raises(RecordProblem) as caught:
                 parse_record(row)

@@ -40,8 +40,7 @@ def results() -> list[torch.Tensor]:
     gate, up, rows, weight = numbers(999), numbers(999), numbers(5, 33), numbers(33)
     gates = layers._gate_backward(numbers(999), gate, up)
     return [
-        mixed, normaliser, *grads, layers.native_swiglu(gate, up), *gates,
-        *layers.native_rms_norm(rows, weight, 1e-6),
+        mixed, normaliser, *grads, layers.native_swiglu(gate, up), *gates, *layers.native_rms_norm(rows, weight, 1e-6)
     ]  # fmt: skip
 
 

@@ -19,14 +19,7 @@ from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.quantize import reading
 from tuner.model.quantize.codes import Kind, dequantize, quantize
-from tuner.model.quantize.layers import (
-    QuantizeSpec,
-    left_whole,
-    put_in_place,
-    quantizable,
-    quantize_,
-    quantized_layers,
-)
+from tuner.model.quantize.layers import QuantizeSpec, left_whole, put_in_place, quantizable, quantize_, quantized_layers
 from tuner.model.quantize.linear import QuantizedLinear
 from tuner.model.quantize.reading import ReadingQuantizer
 

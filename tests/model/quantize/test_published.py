@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.fixtures import tables
 from tests.model.quantize.drawn import blocks
 from tuner.errors import DataError, RecipeError
 from tuner.model.quantize.codes import dequantize, quantize
@@ -68,16 +69,7 @@ def test_blocks_that_cross_rows_are_refused_and_still_have_their_values() -> Non
         read("q", parts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"quant_type": "fp4"}, "says 'fp4'"),
-        ({"shape": [6]}, "not what bitsandbytes writes"),
-        ({"shape": [7, 128]}, "its absmax is not 14 finite numbers"),
-        ({"dtype": "int4"}, "not what bitsandbytes writes"),
-        ({"blocksize": 0}, "says 'nf4', 0"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), tables.cases(__file__, "a_state_that_does_not_fit_is_refused"))
 def test_a_state_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read("q", nf4(**changes))
@@ -105,35 +97,12 @@ def test_damaged_parts_are_refused() -> None:
         read("q", {**plain, "quant_state.bitsandbytes__fp4": plain[STATE]})
 
 
-@pytest.mark.parametrize(
-    ("about", "kind"),
-    [
-        (None, None),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
-        ({"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
-    ],
-)
+@pytest.mark.parametrize(("about", "kind"), tables.cases(__file__, "the_kind_of_a_model"))
 def test_the_kind_of_a_model(about: Any, kind: str | None) -> None:
     assert published_kind({"quantization_config": about}, "config.json") == kind
 
 
-@pytest.mark.parametrize(
-    ("about", "message"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "quantised by gptq, which is not read: GPTQ's codes have zero points"),
-        ({"quant_method": "awq"}, "quantised by awq, .*scaled together"),
-        ({"quant_method": "hqq"}, "quantised by hqq"),
-        ({"quant_method": "fp8"}, "quantised by fp8, .*exponent"),
-        ({"quant_method": "mxfp4"}, "quantised by mxfp4"),
-        ({"quant_method": "compressed-tensors"}, "quantised by compressed-tensors"),
-        ({"quant_method": "newest"}, "quantised by newest, .*not known"),
-        ({"bits": 4}, "an unnamed method"),
-        ("gptq", "an unnamed method"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "stand for fp4, not nf4"),
-        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
-    ],
-)
+@pytest.mark.parametrize(("about", "message"), tables.cases(__file__, "other_formats_are_refused_by_name"))
 def test_other_formats_are_refused_by_name(about: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as raised:
         published_kind({"quantization_config": about}, "m/config.json")

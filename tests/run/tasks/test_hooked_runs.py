@@ -42,10 +42,8 @@ class Notify:
 
 @pytest.fixture
 def workplace(workplace: Path) -> Path:
-    recipe = workplace / "r.yaml"
-    recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
     (workplace / "my_hooks.py").write_text(HOOK)
-    return workplace
+    return trainings.edit(workplace, ("3 epochs", f"{TOTAL} steps"))
 
 
 def launch(directory: Path, hooks: str, resume: Resume = "never", **flags: str) -> RunResult:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.duration import Duration
 from tuner.config.recipe import HookSection
 from tuner.errors import ExitCode, MachineError, PluginError
@@ -104,26 +105,20 @@ def test_stages_and_steps_are_chosen_by_the_registration(tmp_path: Path) -> None
     assert (saved.path, saved.status, saved.metrics) == (tmp_path / "step-7", "running", {})
 
 
-def test_a_cadence_of_time_counts_from_the_last_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cadence_s", "step_s", "first", "last"), [(10, 4, 3, 27), (600, 60, 10, 30)])
+def test_a_cadence_of_time_counts_from_the_last_report_of_a_step(
+    cadence_s: float, step_s: float, first: int, last: int, tmp_path: Path
+) -> None:
+    """Other stages do not put it off."""
     now, told = [100.0], Told()
-    registration = Registration(told, frozenset(ALL), Cadence((), 10.0), called_at=100.0)
+    registration = Registration(told, frozenset(ALL), Cadence((), cadence_s), called_at=100.0)
     hooks = Hooks([registration], facts(tmp_path), PROGRESS, clock=lambda: now[0])
-    for number in range(1, 30):
-        now[0] += 4
-        step(hooks, number)
-    assert [r.step for r in told.reports] == [3, 6, 9, 12, 15, 18, 21, 24, 27]
-
-
-def test_other_stages_do_not_put_off_a_cadence_of_time(tmp_path: Path) -> None:
-    now, told = [0.0], Told()
-    registration = Registration(told, frozenset(ALL), Cadence((), 600.0), called_at=0.0)
-    hooks = Hooks([registration], facts(tmp_path), PROGRESS, clock=lambda: now[0])
-    for number in range(1, 31):
-        now[0] = 60.0 * number
+    for number in range(1, last + 1):
+        now[0] += step_s
         step(hooks, number)
         if number % 5 == 0:
             hooks.notify(Event("evaluation", number, number))
-    assert [r.step for r in told.reports if r.stage == "step"] == [10, 20, 30]
+    assert [r.step for r in told.reports if r.stage == "step"] == list(range(first, last + 1, first))
 
 
 def test_a_report_is_frozen_and_its_mappings_are_the_hooks_own(tmp_path: Path) -> None:
@@ -190,17 +185,7 @@ def test_an_error_of_our_own_keeps_its_kind(tmp_path: Path) -> None:
         hooks.raise_error()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("Notify", {}, "missing a required argument: 'out'"),
-        ("Notify", {"out": "x", "limmit": 3}, "has no option limmit"),
-        ("plain", {}, "missing a required argument: 'out'"),
-        ("NoCall", {}, "its objects cannot be called"),
-        ("TwoArguments", {}, "missing a required argument: 'trainer'"),
-        ("Nobody", {}, "has no Nobody"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), cases(__file__, "what_does_not_fit_is_refused_before_training"))
 def test_what_does_not_fit_is_refused_before_training(
     name: str, options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.tasks.prober import first_tensor
+from tuner.model.outputs import first_tensor
 
 SHORT = {"train__duration": "3 steps", "checkpoint__every": "never", "model__kernels": "torch"}
 FILE = "prober/step-1/rank-0.safetensors"
@@ -22,9 +22,7 @@ PROBED = {"prober__steps": "[1, 3]", "prober__modules": "[embed_tokens, layers.1
 @pytest.fixture
 def place(workplace: Path) -> Path:
     """Two layers, all of whose weights are trained."""
-    recipe = trainings.emptied(workplace, layers=2) / "r.yaml"
-    recipe.write_text(recipe.read_text().replace("adapter: {kind: lora, r: 4, dropout: 0.2}\n", ""))
-    return workplace
+    return trainings.in_full(trainings.emptied(workplace, layers=2))
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])

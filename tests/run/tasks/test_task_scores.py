@@ -23,8 +23,7 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training with tasks at every other step and none held out, and the same without."""
-    directory = tmp_path_factory.mktemp("scored")
-    trainings.prepare(directory, 1, layers=1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("scored"), 1, layers=1)
     launch(directory, **SHORT, name="plain")
     tasks = quiz.flag(directory / "tasks")
     best = {"checkpoint__keep_best": "eval/text/bits_per_byte", "checkpoint__keep": "1"}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import trainings
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tests.run.windows import made
 from tuner.errors import DataError, RecipeError
@@ -191,30 +192,15 @@ ORDER = ["a", "b", "c"]
 
 @pytest.mark.slow("names")
 @pytest.mark.parametrize(
-    ("flags", "windows"),
-    [
-        (
-            {"train__duration": "2 epochs"},
-            [("a", 0, 2), ("b", 2, 5), ("c", 5, 7), ("a", 7, 9), ("b", 9, 12), ("c", 12, 14)],
-        ),
-        ({"train__duration": "8 steps"}, [("a", 0, 2), ("b", 2, 5), ("c", 5, 7), ("a", 7, 8)]),
-        (
-            {
-                "train__duration": "2 epochs", "data__windows__names": "[]", "data__windows__files": "2",
-                "data__train": "logs",
-            },
-            [("a.jsonl to b.jsonl", 0, 5), ("c.jsonl", 5, 7), ("a.jsonl to b.jsonl", 7, 12), ("c.jsonl", 12, 14)],
-        ),
-    ],
-    ids=["names", "steps", "files"],
-)  # fmt: skip
+    ("flags", "windows"), cases(__file__, "a_run_goes_over_the_stream_again"), ids=["names", "steps", "files"]
+)
 def test_a_run_goes_over_the_stream_again(
-    flags: dict[str, str], windows: list[tuple[str, int, int]], work: Path, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, str], windows: list[list[Any]], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass has its own order of rows, and a run stopped in any of them ends as one that nobody stops."""
     trained, flags = made.Trained(monkeypatch), {**flags, "data__windows__passes": "stream"}
     whole = launch(work, name="whole", **flags)
-    assert [(one["name"], one["first_step"], one["last_step"]) for one in made.entries(whole.run_dir)] == windows
+    assert [[one["name"], one["first_step"], one["last_step"]] for one in made.entries(whole.run_dir)] == windows
     last = windows[-1][2]
     assert (whole.status, whole.step, len(trained.steps)) == ("finished", last, last)
     if "8" not in flags["train__duration"]:

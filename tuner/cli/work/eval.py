@@ -88,7 +88,7 @@ def _shown_tasks(found: TasksScore, place: Path | None, console: Console) -> Out
 def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
     """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
     _check_flags(trained, flags)
-    if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):
+    if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here()):
         return load_recipe(run_recipe(trained), flags)
     return load_for_command(recipe, flags, fetches=True)
 

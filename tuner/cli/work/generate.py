@@ -47,9 +47,7 @@ def _answered(generator: Generator, asked: Asked, console: Console) -> list[Answ
     return answers
 
 
-def _answers(
-    asked: Asked, trained: Sequence[Answer], base: Sequence[Answer] | None, with_seeds: bool
-) -> Outcome:
+def _answers(asked: Asked, trained: Sequence[Answer], base: Sequence[Answer] | None, with_seeds: bool) -> Outcome:
     rows: list[dict[str, Any]] = [
         {"prompt": prompt.shown, "trained": answer.text, "tokens": answer.tokens, "cut": answer.cut}
         | ({"seed": sampling.seed} if with_seeds else {})

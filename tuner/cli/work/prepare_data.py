@@ -39,7 +39,7 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
     say_report(info, spec, console)
     metrics = {**info.report, "max_length": spec.max_length, "seconds": round(info.seconds, 3)}
     if not info.cached:
-        metrics["megabytes_per_s"] = round(info.megabytes_per_s, 3)
+        metrics["megabytes_per_s"] = round(info.report["bytes"] / 1e6 / max(info.seconds, 1e-9), 3)
     return Outcome(
         str(info.path),
         artifacts={"key": info.key, "cached": info.cached},

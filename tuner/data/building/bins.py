@@ -12,6 +12,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from tuner.data.ranges import offsets_of, ranges
+
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 MAX_ITEMS = 1 << 31
@@ -105,9 +107,9 @@ def _best_fit(counts: Ints) -> _Plan:
     slots = np.array([served[capacity], *arrived[1:capacity]], dtype=np.int64)
     starts = np.cumsum(slots) - slots
     first = np.where(source == capacity, 0, starts[source % capacity]) + source_slot
-    taken = _ranges(first, counts_)
+    taken = ranges(first, counts_, np.int32)
     moved = target > 0
-    reached = _ranges((starts[target % capacity] + target_slot)[moved], counts_[moved])
+    reached = ranges((starts[target % capacity] + target_slot)[moved], counts_[moved], np.int32)
     before = np.arange(slots.sum(), dtype=np.int32)
     before[reached] = taken[np.repeat(moved, counts_)]
     del reached
@@ -134,7 +136,7 @@ def _first_fit(counts: Ints, completed: bool = False) -> _Plan:
         n_rows += alike
     table = np.array(kinds, dtype=np.int64)
     lengths, each_, counts_, first = table[np.argsort(-table[:, 0], kind="stable")].T
-    return _Plan(n_rows, each_, counts_, _ranges(first, counts_))
+    return _Plan(n_rows, each_, counts_, ranges(first, counts_, np.int32))
 
 
 class _Lengths:
@@ -212,21 +214,13 @@ def _up_to(length: int) -> int:
     return (1 << (length + 1)) - 2 if length > 0 else 0
 
 
-def _ranges(first: Ints, count: Ints) -> Int32s:
-    """The ranges [first, first + count) end to end."""
-    ranges = np.arange(count.sum(), dtype=np.int32)
-    ranges += np.repeat((first - (np.cumsum(count) - count)).astype(np.int32), count)
-    return ranges
-
-
 def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> tuple[Int32s, Ints]:
     """Give each item its row: the longest items to the first steps, equal ones in their order."""
     longest_first = _sorted_items(
         np.subtract(capacity, lengths, dtype=np.int64), np.arange(len(lengths), dtype=np.int32)
     )
     rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count)).astype(np.int64)
-    offsets = np.zeros(plan.n_rows + 1, dtype=np.int64)
-    np.cumsum(np.bincount(rows, minlength=plan.n_rows), out=offsets[1:])
+    offsets = offsets_of(np.bincount(rows, minlength=plan.n_rows))
     return _sorted_items(rows, longest_first), offsets
 
 

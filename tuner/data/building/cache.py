@@ -18,29 +18,16 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tuner.data.prepared import PREPARED_SCHEMA, hashed_files
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.runtime import files as disk
 from tuner.runtime.console import Console
-from tuner.runtime.files import (
-    MANIFEST_NAME,
-    discard_dir,
-    discard_whatever_is_left,
-    file_entries,
-    json_bytes,
-    machine_error,
-    publish_dir,
-    read_json,
-    regular_size,
-    unfinished,
-    unlinked,
-    verify_entries,
-    write_json,
-)
+from tuner.runtime.files import MANIFEST_NAME, discard_dir, publish_dir, read_json, write_json
 from tuner.runtime.lock import FileLock
 from tuner.runtime.stop import undone
 
@@ -50,10 +37,7 @@ COLUMN_LEVELS: tuple[ColumnLevel, ...] = ("reference", "teacher")
 LEVELS: tuple[Level, ...] = ("prepared", "encoded", *COLUMN_LEVELS)
 ENCODED_SCHEMA, REFERENCE_SCHEMA, TEACHER_SCHEMA = "tuner.encoded/3", "tuner.reference/1", "tuner.teacher/1"
 SCHEMAS: dict[Level, str] = {
-    "prepared": PREPARED_SCHEMA,
-    "encoded": ENCODED_SCHEMA,
-    "reference": REFERENCE_SCHEMA,
-    "teacher": TEACHER_SCHEMA,
+    "prepared": PREPARED_SCHEMA, "encoded": ENCODED_SCHEMA, "reference": REFERENCE_SCHEMA, "teacher": TEACHER_SCHEMA
 }
 RECORDS = ("choices", "exports", "fits", "hashes", "kernels", "proofs", "sources")
 """Directories of what launches keep for later ones (:func:`~tuner.runtime.files.keep_json`), one file each."""
@@ -94,15 +78,15 @@ class Garbage:
 
 def cache_path(cache_dir: Path, level: Level, key: str) -> Path:
     """Return where a directory is or would be. Raises DataError for a link on the way there."""
-    return unlinked(cache_dir, level, key)
+    return disk.unlinked(cache_dir, level, key)
 
 
 def valid(path: Path, level: Level) -> dict[str, Any] | None:
     """The manifest of a whole directory, by its files' sizes; None where there is none or it is damaged."""
     try:
-        regular_size(path / MANIFEST_NAME)
+        disk.regular_size(path / MANIFEST_NAME)
         manifest = read_json(path / MANIFEST_NAME)
-        verify_entries(path, manifest["files"], hash=False)
+        disk.verify_entries(path, manifest["files"], hash=False)
         if manifest.get(SELF, _digest(manifest)) != _digest(manifest):
             return None
     except (DataError, KeyError, TypeError, AttributeError):
@@ -117,11 +101,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def build_once(
-    cache_dir: Path,
-    level: Level,
-    key: str,
-    make: Callable[[Path], dict[str, Any]],
-    console: Console | None = None,
+    cache_dir: Path, level: Level, key: str, make: Callable[[Path], dict[str, Any]], console: Console | None = None,
     use: Callable[[Path], None] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Return (manifest, whether it was there already), building the directory when it is missing or damaged.
@@ -136,10 +116,8 @@ def build_once(
         if console is not None:
             console.say("waiting", f"{holder} is preparing the same data")
 
-    try:
+    with disk.machine_errors(final.parent):
         final.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise machine_error(final.parent, error) from error
     with FileLock(lock_path(final), on_wait=waiting):
         for leftover in _leftovers(final):
             discard_dir(leftover)
@@ -159,18 +137,16 @@ def build_once(
 def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
-    with undone(lambda: discard_whatever_is_left(tmp)):
+    with undone(lambda: disk.discard_whatever_is_left(tmp)), disk.machine_errors(final):
         try:
             tmp.mkdir()
             body = make(tmp)
             known = body.pop("files", {})
-            files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
+            files = {**disk.file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
             manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
-            manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
+            manifest[SELF] = _digest(json.loads(disk.json_bytes(manifest)))
             write_json(tmp / MANIFEST_NAME, manifest)
             publish_dir(tmp, final)
-        except OSError as error:
-            raise machine_error(final, error) from error
         finally:
             if tmp.exists():
                 discard_dir(tmp)
@@ -181,7 +157,7 @@ def entries(cache_dir: Path) -> list[Entry]:
     """Every directory of the cache, prepared ones first, by key."""
     found = []
     for level in LEVELS:
-        root = unlinked(cache_dir, level)
+        root = disk.unlinked(cache_dir, level)
         paths = [root / name for name in _names(root) if _KEY.fullmatch(name)]
         found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir() and not path.is_symlink()]
     return found
@@ -206,7 +182,7 @@ def find(cache_dir: Path, wanted: str) -> Entry:
 def damages(entry: Entry) -> list[str]:
     """What is wrong with a directory: one sentence for each file that is not as its manifest says, by SHA-256."""
     try:
-        regular_size(entry.path / MANIFEST_NAME)
+        disk.regular_size(entry.path / MANIFEST_NAME)
         manifest = read_json(entry.path / MANIFEST_NAME)
     except DataError as error:
         return [error.message]
@@ -218,7 +194,7 @@ def damages(entry: Entry) -> list[str]:
         found.append(f"{entry.path / MANIFEST_NAME}: its SHA-256 differs from the one that it names")
     for name, facts in sorted(files.items()):
         try:
-            verify_entries(entry.path, {name: facts}, hash=bool(hashed_files(entry.path, {name: facts})))
+            disk.verify_entries(entry.path, {name: facts}, hash=bool(hashed_files(entry.path, {name: facts})))
         except DataError as error:
             found.append(error.message)
     return found
@@ -258,10 +234,10 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
-    garbage = [item for name in RECORDS for item in _unwritten(unlinked(cache_dir, name), dry_run)]
+    garbage = [item for name in RECORDS for item in _unwritten(disk.unlinked(cache_dir, name), dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
-        root = unlinked(cache_dir, level)
+        root = disk.unlinked(cache_dir, level)
         for key in sorted(_keys(root)):
             final = root / key
             if not _condemned(final, level, needed, verify):
@@ -277,7 +253,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
 
 def _unwritten(root: Path, dry_run: bool) -> Iterator[Garbage]:
     """Records that a launch was killed over. One that is being written now is lost at that, and found out again."""
-    for path in unfinished(root):
+    for path in disk.unfinished(root):
         if path.is_file() and not path.is_symlink():
             yield Garbage(path, "left by a launch that was killed", path.stat().st_size)
             if not dry_run:
@@ -345,12 +321,9 @@ def _keys(root: Path) -> set[str]:
 
 
 def _names(root: Path) -> list[str]:
-    try:
+    with disk.machine_errors(root), suppress(FileNotFoundError, NotADirectoryError):
         return sorted(os.listdir(root))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise machine_error(root, error) from error
+    return []
 
 
 def _size(path: Path) -> int:
@@ -358,8 +331,6 @@ def _size(path: Path) -> int:
     total = 0
     for parent, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(OSError):
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
     return total

@@ -66,11 +66,6 @@ class _Origin:
     file: SourceFile
     size: int
 
-    @property
-    def name(self) -> str:
-        """What messages call its file."""
-        return self.file.name
-
 
 def build_documents(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
@@ -149,11 +144,7 @@ def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
 
 
 def _read(
-    splits: Sequence[SampledSplit],
-    job: EncodeJob,
-    spread: _Spread,
-    tmp: Path,
-    done: Callable[[int], None],
+    splits: Sequence[SampledSplit], job: EncodeJob, spread: _Spread, tmp: Path, done: Callable[[int], None]
 ) -> dict[str, Any]:
     """Encode every block of every split; write documents and bad records in the order of the input.
 
@@ -179,7 +170,7 @@ def _read(
                             if job.stop_at_bad_row:
                                 raise error
                             origin.split.first_bad = error
-                        rejects.write(_reject(origin.name, bad, lines))
+                        rejects.write(_reject(origin.file.name, bad, lines))
                     lines += block.lines
                     origin.split.counts[origin.source].add(block.counts)
                     origin.split.size += origin.size
@@ -223,11 +214,7 @@ def _grouped(split: SampledSplit) -> Iterator[list[tuple[_Origin, Block]]]:
 
 
 def _write_chosen(
-    split: SampledSplit,
-    tmp: Path,
-    copies: Mapping[str, npt.NDArray[np.int32]],
-    schema: pa.Schema,
-    each: int,
+    split: SampledSplit, tmp: Path, copies: Mapping[str, npt.NDArray[np.int32]], schema: pa.Schema, each: int
 ) -> dict[str, Any]:
     """Copy the chosen documents of a split to the files of the splits, and remove the files that they were in.
 
@@ -261,12 +248,8 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 
 def _body(
-    spec: PrepareSpec,
-    splits: Sequence[SampledSplit],
-    taken: Sequence[SplitSelection],
-    chosen: Mapping[str, SplitSelection],
-    keys: PreparedKeys,
-    slow_reason: str | None,
+    spec: PrepareSpec, splits: Sequence[SampledSplit], taken: Sequence[SplitSelection],
+    chosen: Mapping[str, SplitSelection], keys: PreparedKeys, slow_reason: str | None,
 ) -> dict[str, Any]:
     """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
     each = spec.examples.documents
@@ -404,6 +387,6 @@ def _worker_died(origins: Sequence[_Origin], lines: int, death: WorkerDiedError)
     first = 1 if origins[0].block == 0 else lines + 1
     more = f" and {len(origins) - 1:,} files after it" if len(origins) > 1 else ""
     return MachineError(
-        f"{origins[0].name}: a worker {death} while it encoded the rows from line {first:,} on{more}",
+        f"{origins[0].file.name}: a worker {death} while it encoded the rows from line {first:,} on{more}",
         hint="where the machine ran out of memory, set data.workers to fewer",
     )

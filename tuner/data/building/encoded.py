@@ -14,14 +14,15 @@ import pyarrow as pa
 from tuner.config.methods import Examples
 from tuner.data.building.pack import NO_TRAINED_TOKEN, REPEATS
 from tuner.data.building.repetition import Repetition, repeating
-from tuner.data.encoding.compared import AnyEncoder, answers_of
+from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
+from tuner.data.ranges import offsets_of
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
-from tuner.data.reading.examples import NULLS, has_null
+from tuner.data.reading.examples import NULLS, answers_of, has_null
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, form_read
 from tuner.runtime.memory import give_back
@@ -200,11 +201,10 @@ def _encode(bundle: Bundle, encoder: AnyEncoder, schema: pa.Schema, job: EncodeJ
     """The kept documents of a bundle."""
     gathered = _KeptDocuments(bundle, schema, job.examples.documents, job.repetition)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
-    stop = job.stop_at_bad_row
     for part in _slices(bundle, job):
         examples = [example for *_, example in part if not isinstance(example, RecordProblem)]
         gathered.add(part, encoder.encode(examples, gathered.size, checks))
-        if stop and gathered.is_bad:
+        if job.stop_at_bad_row and any(gathered.bad):
             break
     return gathered.done()
 
@@ -238,7 +238,7 @@ class _KeptDocuments:
         """Bytes of all records."""
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []
         self._counts = [Counts() for _ in bundle]
-        self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
+        self.bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
         self._tally = Tally()
         self._repetition = repetition
@@ -246,11 +246,6 @@ class _KeptDocuments:
         self._is_array = np.array([block.file.array is not None for block in bundle])
         self._is_unread = False
         """Whether a record could not be read: the first such one goes along."""
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether a record was bad."""
-        return any(self._bad)
 
     def add(self, part: list[_Found], batch: EncodedBatch) -> None:
         """Keep what is needed of a slice, of which `batch` are the documents of those that have an example."""
@@ -295,17 +290,14 @@ class _KeptDocuments:
         )
         self._columns.clear()
         documents = _record_batch(columns, self._schema).serialize() if len(table) else None
-        bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self._bad)
+        bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self.bad)
         lines = map(lines_in, self._bundle)
         each = zip(self._counts, bad, lines, strict=True)
         blocks = [EncodedBlock(counts, records, count) for counts, records, count in each]
         return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
-        self,
-        owners: npt.NDArray[np.int64],
-        records: npt.NDArray[np.int64],
-        kept: npt.NDArray[np.bool_],
+        self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_],
         dropped: Mapping[str, npt.NDArray[np.bool_]],
     ) -> None:
         """Count the records of a slice, and its documents, which come from `records`, by block."""
@@ -322,27 +314,22 @@ class _KeptDocuments:
         self, owner: int, record: RawRecord, problem: RecordProblem, value: Mapping[str, Any] | None = None
     ) -> None:
         self._counts[owner].skipped[problem.kind] += 1
-        self._bad[owner].append((record.line, record.col, bad_record(record, problem, value)))
+        self.bad[owner].append((record.line, record.col, bad_record(record, problem, value)))
 
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], ...]:
         """The table of what is kept, and of its documents the ids, flags, lengths, prompts and columns."""
-        ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
-        lengths = np.diff(offsets)
-        if not kept.all():
-            tokens = np.repeat(kept, lengths)
-            ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        batch = batch.only(kept)
+        lengths = np.diff(batch.offsets)
         table = np.empty(len(lengths) // self._each, dtype=TABLE)
-        table["digest"] = _together(digest(ids, offsets), self._each)
+        table["digest"] = _together(digest(batch.input_ids, batch.offsets), self._each)
         table["length"], table["targets"] = (_summed(of, self._each) for of in (lengths, targets[kept]))
-        table["follows"] = np.diff(batch.records[kept][:: self._each], prepend=-1) == 0
+        table["follows"] = np.diff(batch.records[:: self._each], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
-        ids = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
-        own = [batch.columns[name][kept] for name in self._schema.names[3:]]
-        prompts = batch.prompt_tokens[kept].astype(np.uint32, copy=False)
-        return table, ids, trained, lengths.astype(np.uint32), prompts, *own
+        ids = batch.input_ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
+        own = [batch.columns[name] for name in self._schema.names[3:]]
+        return table, ids, batch.trained, lengths.astype(np.uint32), batch.prompt_tokens, *own
 
 
 def _nulls(part: list[_Found]) -> Counter[str]:
@@ -360,16 +347,14 @@ def _together(digests: npt.NDArray[np.uint64], each: int) -> npt.NDArray[np.uint
     """uint64[examples, 2]: the digests of examples of so many documents, from those of the documents."""
     if each == 1:
         return digests
-    of_each = np.full(len(digests) // each, 4 * each, dtype=np.int64)
-    return digest(digests.astype("<u8").view("<u4").reshape(-1), np.append(0, np.cumsum(of_each)))
+    bounds = np.arange(0, 4 * len(digests) + 1, 4 * each)
+    return digest(digests.astype("<u8").view("<u4").reshape(-1), bounds)
 
 
 def _record_batch(columns: Sequence[npt.NDArray[Any]], schema: pa.Schema) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
     ids, trained, lengths, *others = columns
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    bounds = arrow(offsets)
+    bounds = arrow(offsets_of(lengths).astype(np.int32))
     lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(ids), arrow_bits(trained))]
     plain = [arrow_bits(values) if values.dtype == np.bool_ else arrow(values) for values in others]
     return pa.record_batch([*lists, *plain], schema=schema)

@@ -99,16 +99,8 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                 fates = _fates(spec, placed.documents)
                 yield [
                     DocumentView(
-                        file.name,
-                        before + record.line,
-                        _tokens(spec, document, fate, kept),
-                        i,
-                        len(placed.documents),
-                        placed.left_out,
-                        fate,
-                        spec.max_length,
-                        _answer(example, i),
-                        drawn,
+                        file.name, before + record.line, _tokens(spec, document, fate, kept), i, len(placed.documents),
+                        placed.left_out, fate, spec.max_length, _answer(example, i), drawn,
                     )
                     for i, (document, (fate, kept)) in enumerate(zip(placed.documents, fates, strict=True))
                 ]

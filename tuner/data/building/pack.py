@@ -5,8 +5,9 @@ bits, and rows are written in record batches that a list column's 32-bit offsets
 segments are one block; more are packed block by block, so that a billion documents take the memory of one block.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 
 from tuner.data.building.bins import pack
 from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
+from tuner.data.ranges import ranges
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
@@ -23,6 +25,9 @@ NO_TRAINED_TOKEN, REPEATS = "no trained token", "repeats a pattern"
 """Why a document is not encoded; below, why one is in no row."""
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
+LOSSES = ("truncated", "cut_prompts", "split", "dropped_pieces", "dropped_piece_tokens")
+"""Documents that are cut; pairs of which the beginning of the prompt is left out; documents in several pieces; pieces
+without a trained target, and short last ones, of documents of which other pieces are kept, and their tokens."""
 MAX_DOCUMENTS = 1 << 32
 BLOCK_SEGMENTS = 1 << 25
 """Segments that are packed at once: what is below has one block. It decides the rows of what is above."""
@@ -52,15 +57,10 @@ class Segments:
     start: U32
     stop: U32
     trained: U32
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> documents of which nothing is left."""
-    truncated: int = 0
-    cut_prompts: int = 0
-    """Pairs of which the beginning of the prompt is left out."""
-    split: int = 0
-    dropped_pieces: int = 0
-    """Pieces without a trained target, and short last ones, of split documents of which other pieces are kept."""
-    dropped_piece_tokens: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
+    """What of the others is cut, by the names in LOSSES."""
     rows: npt.NDArray[np.int64] | None = None
     """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
@@ -96,13 +96,8 @@ def in_blocks(
 
 
 def cut(
-    batches: Iterator[pa.RecordBatch],
-    max_length: int,
-    too_long: TooLong,
-    each: int = 1,
-    max_prompt: int | None = None,
-    min_piece: int = 0,
-    carried: CutSoFar = _NOTHING,
+    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1, max_prompt: int | None = None,
+    min_piece: int = 0, carried: CutSoFar = _NOTHING,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
@@ -113,23 +108,21 @@ def cut(
     if each == 2:
         return _cut_pairs(batches, max_length, too_long, max_prompt, carried.documents)
     segments = _Columns(3 + (too_long == "split"), carried.documents)
-    dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    truncated = n_split = pieces_dropped = tokens_dropped = 0
     for before, offsets in segments.read(batches):
         lengths = np.diff(offsets)
         long = lengths > max_length
         document = np.arange(len(lengths), dtype=np.int64)
-        if too_long == "drop":
-            dropped[TOO_LONG] += int(long.sum())
-            document = document[~long]
         pieces = np.ones(len(document), dtype=np.int64)
         if too_long == "split":
-            pieces = -(-lengths[document] // max_length)
-            n_split += int(long.sum())
+            pieces = -(-lengths // max_length)
+            segments.losses["split"] += int(long.sum())
         elif too_long == "truncate":
-            truncated += int(long.sum())
+            segments.losses["truncated"] += int(long.sum())
+        else:
+            segments.dropped[TOO_LONG] += int(long.sum())
+            document, pieces = document[~long], pieces[~long]
         considered = int((pieces > 0).sum())
-        number = _counted(pieces)
+        number = ranges(0, pieces)
         document = np.repeat(document, pieces)
         start = number * max_length
         stop = np.minimum(start + max_length, lengths[document])
@@ -138,19 +131,13 @@ def cut(
         kept = (trained > 0) & ((number == 0) | (stop - start >= min_piece))
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
-        dropped[NO_TARGET] += considered - int(left.sum())
+        segments.dropped[NO_TARGET] += considered - int(left.sum())
         lost = ~kept & left[document]
-        pieces_dropped += int(lost.sum())
-        tokens_dropped += int((stop - start)[lost].sum())
+        segments.losses["dropped_pieces"] += int(lost.sum())
+        segments.losses["dropped_piece_tokens"] += int((stop - start)[lost].sum())
         columns = (document[kept] + segments.documents, stop[kept], trained[kept])
         segments.append((*columns, start[kept]) if too_long == "split" else columns)
-    return replace(
-        segments.cut(dropped),
-        truncated=truncated,
-        split=n_split,
-        dropped_pieces=pieces_dropped,
-        dropped_piece_tokens=tokens_dropped,
-    )
+    return segments.cut()
 
 
 def _cut_pairs(
@@ -158,32 +145,30 @@ def _cut_pairs(
 ) -> Segments:
     """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
     segments = _Columns(3 + (max_prompt is not None), base)
-    dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    truncated = cut_prompts = 0
     for before, offsets in segments.read(batches):
         skipped = np.zeros(len(offsets) - 1, dtype=np.int64)
         if max_prompt is not None:
             skipped = np.maximum(_prompts(before, offsets) - max_prompt, 0)
         starts, lengths = offsets[:-1] + skipped, np.diff(offsets) - skipped
         both = lengths.reshape(-1, 2)
-        cut_prompts += int((skipped > 0).reshape(-1, 2).any(axis=1).sum())
+        segments.losses["cut_prompts"] += int((skipped > 0).reshape(-1, 2).any(axis=1).sum())
         long = both.sum(axis=1) > max_length
         stop = lengths
         if too_long == "truncate":
-            truncated += int(long.sum())
+            segments.losses["truncated"] += int(long.sum())
             most = pair_limit(max_length, both.min(axis=1))
             stop = np.minimum(lengths, np.repeat(np.where(long, most, max_length), 2))
         else:
-            dropped[TOO_LONG] += int(long.sum())
+            segments.dropped[TOO_LONG] += int(long.sum())
         # The first token of a document is never a target.
         trained = before[starts + stop] - before[np.minimum(starts + 1, starts + stop)]
         learned = (trained > 0).reshape(-1, 2).all(axis=1)
         considered = ~long | (too_long == "truncate")
-        dropped[NO_TARGET] += int((considered & ~learned).sum())
+        segments.dropped[NO_TARGET] += int((considered & ~learned).sum())
         kept = np.flatnonzero(np.repeat(considered & learned, 2))
         columns = (kept + segments.documents, (skipped + stop)[kept], trained[kept])
         segments.append(columns if max_prompt is None else (*columns, skipped[kept]))
-    return replace(segments.cut(dropped), truncated=truncated, cut_prompts=cut_prompts, each=2)
+    return segments.cut(each=2)
 
 
 def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -199,7 +184,7 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
     `cut`.
     """
     columns = _Columns(4, carried.documents)
-    seen = n_split = 0
+    seen = 0
     if carried.row:
         columns.append(carried.row)
         seen = int((carried.row[1] - carried.row[3]).sum())
@@ -207,12 +192,12 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
         lengths = np.diff(offsets)
         phase = (seen + np.cumsum(lengths) - lengths) % max_length
         pieces = -(-(phase + lengths) // max_length)
-        number, document = _counted(pieces), np.repeat(np.arange(len(lengths)), pieces)
+        number, document = ranges(0, pieces), np.repeat(np.arange(len(lengths)), pieces)
         start = np.maximum(number * max_length - phase[document], 0)
         stop = np.minimum((number + 1) * max_length - phase[document], lengths[document])
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
         columns.append((document + columns.documents, stop, trained, start))
-        n_split += int((pieces > 1).sum())
+        columns.losses["split"] += int((pieces > 1).sum())
         seen += int(lengths.sum())
     documents, stops, targeted, starts = columns.done()
     after = np.cumsum(stops - starts, dtype=np.int64)
@@ -224,7 +209,7 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
     begun = tuple(column[row == seen // max_length] for column in (documents, stops, targeted, starts))
     documents, stops, targeted, starts = (column[kept] for column in (documents, stops, targeted, starts))
     carried = CutSoFar(columns.documents, begun)
-    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=carried)
+    return Segments(documents, starts, stops, targeted, losses=columns.losses, rows=bounds, carried=carried)
 
 
 def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -236,10 +221,7 @@ def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def row_batches(
-    segments: Segments,
-    max_length: int,
-    packing: bool,
-    limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
+    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
     sources: Sequence[int] = (),
 ) -> Iterator[pa.RecordBatch]:
     """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least).
@@ -297,12 +279,8 @@ def _record_batch(segments: Segments, chosen: Order, offsets: npt.NDArray[np.int
     tokens = segments.stop[chosen] - segments.start[chosen]
     return pa.record_batch(
         [
-            column(segments.document),
-            column(segments.start),
-            column(segments.stop),
-            sums(tokens, np.uint32),
-            sums(segments.trained[chosen], np.uint32),
-            sums(tokens.astype(np.uint64) ** 2, np.uint64),
+            column(segments.document), column(segments.start), column(segments.stop), sums(tokens, np.uint32),
+            sums(segments.trained[chosen], np.uint32), sums(tokens.astype(np.uint64) ** 2, np.uint64),
         ],
         schema=ROWS_SCHEMA,
     )
@@ -316,6 +294,7 @@ class _Columns:
         self._length = 0
         self.documents = documents
         """Those of the blocks before, and of the record batches that were read."""
+        self.dropped, self.losses = Counter[str](), Counter[str]()
 
     def read(self, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """What :func:`_trained_before` says of each record batch. Raises DataError for 2^32 documents or more."""
@@ -338,17 +317,13 @@ class _Columns:
             column.resize(self._length, refcheck=False)
         return self._columns
 
-    def cut(self, dropped: Mapping[str, int]) -> Segments:
+    def cut(self, each: int = 1) -> Segments:
         """The columns as segments, from the beginning of their documents where no start is among them."""
         documents, stops, trained, *rest = self.done()
         starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-        reasons = {reason: count for reason, count in dropped.items() if count}
-        return Segments(documents, starts, stops, trained, reasons, carried=CutSoFar(self.documents))
-
-
-def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... for the pieces of each document in turn."""
-    return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        return Segments(
+            documents, starts, stops, trained, +self.dropped, self.losses, each=each, carried=CutSoFar(self.documents)
+        )
 
 
 def _trained_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

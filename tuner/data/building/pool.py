@@ -13,7 +13,6 @@ again in every worker, and does not say how a worker died.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -72,7 +71,7 @@ class WorkerPool(Generic[Item, Answer]):
 
     def __init__(self, job: PoolJob[Item, Answer], count: int) -> None:
         with ExitStack() as theirs, ExitStack() as ours:
-            pairs = [socket.socketpair() for _ in range(count + 1)]
+            pairs = [Pipe() for _ in range(count + 1)]
             for mine, its in pairs:
                 theirs.enter_context(its)
                 ours.enter_context(mine)
@@ -90,10 +89,9 @@ class WorkerPool(Generic[Item, Answer]):
                 process_group=0,
             )
             ours.pop_all()
-        connections: list[Connection[Any, Any]] = [Connection(mine.detach()) for mine, _ in pairs]
-        self._exits = connections[0]
+        (self._exits, _), *others = pairs
         self._exit_codes: dict[int, int] = {}
-        self._workers = [_Worker(number, connection) for number, connection in enumerate(connections[1:])]
+        self._workers = [_Worker(number, connection) for number, (connection, _) in enumerate(others)]
 
     def answers(self, items: Iterable[Item]) -> Iterator[Answer]:
         """Yield the answer to every item, in the items' order, whatever the number of workers and their timing.

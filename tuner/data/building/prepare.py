@@ -33,11 +33,6 @@ class PreparedInfo:
     warnings: tuple[str, ...] = ()
     """What of the result deserves a second look, the same for a cached one."""
 
-    @property
-    def megabytes_per_s(self) -> float:
-        """Input bytes, in millions, for each second from start to end; of a cached one, how fast it was checked."""
-        return float(self.report["bytes"]) / 1e6 / max(self.seconds, 1e-9)
-
 
 def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo:
     """Return the prepared directory for `spec`, building what the cache lacks.

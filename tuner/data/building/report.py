@@ -20,7 +20,7 @@ from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 from tuner.data.prepared import open_stream, view
 from tuner.errors import DataError, counted
-from tuner.runtime.console import Console, ProgressBar
+from tuner.runtime.console import Console
 
 MANY, MOST = 0.02, 0.5
 """Shares of a split's documents: a loss above the first is warned of; above the second it is an error by default."""
@@ -226,25 +226,17 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
         warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
-    untrained, repeated = (counts["dropped"].get(reason, 0) for reason in (NO_TRAINED_TOKEN, REPEATS))
-    if untrained > MANY * rows:
-        what = f"{_of(untrained, rows, 'row')} have no trained token, such as an answer"
-        warnings.append(f"data.{split}: {what}, and are left out")
-    if repeated > MANY * rows:
-        what = f"{_of(repeated, rows, 'row')} repeat a pattern of tokens too often (data.repetition)"
-        warnings.append(f"data.{split}: {what}, and are left out")
-    cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
-    if cut_off > MANY * documents:
-        what = f"{_of(cut_off, documents, unit)} have no trained token within data.max_length"
-        warnings.append(f"data.{split}: {what} and are left out: raise it")
-    if counts["duplicates"] > MANY_DUPLICATES * documents:
-        what = f"{_of(counts['duplicates'], documents, unit)} are exact duplicates of others"
-        warnings.append(f"data.{split}: {what}, which is no reason to leave them out")
+    dropped, cut_off = counts["dropped"], counts.get("dropped_rows", {}).get(NO_TARGET, 0)
+    of_rows, of_documents, copies = (rows, MANY, "row"), (documents, MANY, unit), (documents, MANY_DUPLICATES, unit)
+    for some, (every, share, of), what in (
+        (dropped.get(NO_TRAINED_TOKEN, 0), of_rows, "have no trained token, such as an answer, and are left out"),
+        (dropped.get(REPEATS, 0), of_rows, "repeat a pattern of tokens too often (data.repetition), and are left out"),
+        (cut_off, of_documents, "have no trained token within data.max_length and are left out: raise it"),
+        (counts["duplicates"], copies, "are exact duplicates of others, which is no reason to leave them out"),
+    ):
+        if some > share * every:
+            warnings.append(f"data.{split}: {some:,} of {every:,} {of}s ({some / every:.0%}) {what}")
     return warnings
-
-
-def _of(some: int, every: int, unit: str) -> str:
-    return f"{some:,} of {every:,} {unit}s ({some / every:.0%})"
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
@@ -302,42 +294,31 @@ def done_line(size: int, seconds: float) -> str:
     return f"{size / MB:,.1f} MB in {seconds:.1f} s, {size / MB / max(seconds, 1e-9):.1f} MB/s"
 
 
-class Pace:
-    """Counts the bytes that are done, and says so: with a live bar on a terminal, else with a line now and then."""
-
-    def __init__(
-        self, console: Console, bar: ProgressBar, total: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console = console
-        self._bar = bar
-        self._total = total
-        self._clock = clock
-        self._started = self._said = clock()
-        self.done = 0
-
-    def add(self, count: int) -> None:
-        """Count `count` bytes more."""
-        self.done += count
-        now = self._clock()
-        rate = self.done / max(now - self._started, 1e-9)
-        self._bar.update(self.done // MB, f"{rate / MB:.1f} MB/s")
-        if not self._console.is_live and now - self._said >= PLAIN_EVERY_S:
-            self._said = now
-            left = max(self._total - self.done, 0) / rate
-            share = min(self.done / max(self._total, 1), 1.0)
-            self._console.say(
-                "encode", f"{share:.0%} of {self._total / MB:,.0f} MB  {rate / MB:.1f} MB/s  {_span(left)} left"
-            )
-
-
 @contextmanager
-def pace(console: Console | None, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield the function that counts bytes as they are done; `total` is the bytes of all input."""
+def pace(
+    console: Console | None, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """Yield the function that counts bytes as they are done; `total` is the bytes of all input.
+
+    It says how far they are: with a live bar on a terminal, else with a line now and then.
+    """
     if console is None:
         yield lambda count: None
         return
+    done, started, said = 0, clock(), clock()
     with console.progress("encode MB", max(total // MB, 1)) as bar:
-        yield Pace(console, bar, total).add
+
+        def add(count: int) -> None:
+            nonlocal done, said
+            done, now = done + count, clock()
+            rate = done / max(now - started, 1e-9)
+            bar.update(done // MB, f"{rate / MB:.1f} MB/s")
+            if not console.is_live and now - said >= PLAIN_EVERY_S:
+                said = now
+                share, left = min(done / max(total, 1), 1.0), _span(max(total - done, 0) / rate)
+                console.say("encode", f"{share:.0%} of {total / MB:,.0f} MB  {rate / MB:.1f} MB/s  {left} left")
+
+        yield add
 
 
 def _span(seconds: float) -> str:

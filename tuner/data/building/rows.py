@@ -24,11 +24,12 @@ from tuner.data.building.pack import cut, in_order
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.rows_file import segments_of, write_rows
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
-from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
 from tuner.data.prepared import PARTNERS_SCHEMA, arrow, view
+from tuner.data.ranges import offsets_of, ranges
 from tuner.data.reading.blocks import blocks, examples_of
+from tuner.data.reading.examples import answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
@@ -230,7 +231,4 @@ def _prompts(documents: Path) -> Iterator[npt.NDArray[np.uint64]]:
     for batch in record_batches(documents):
         lists = batch.column("input_ids")
         offsets, counts = view(lists.offsets).astype(np.int64), view(batch.column("prompt_tokens")).astype(np.int64)
-        ids = view(lists.values)
-        bounds = np.append(0, np.cumsum(counts))
-        within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], counts)
-        yield digest(ids[np.repeat(offsets[:-1], counts) + within], bounds)
+        yield digest(view(lists.values)[ranges(offsets[:-1], counts)], offsets_of(counts))

@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from tuner.data.building.encoded import record_batches
-from tuner.data.building.pack import CutSoFar, Segments, in_blocks, row_batches
+from tuner.data.building.pack import LOSSES, CutSoFar, Segments, in_blocks, row_batches
 from tuner.data.prepared import COUNTS, ROWS_SCHEMA, row_counts, view
-
-_SUMMED = ("truncated", "cut_prompts", "split", "dropped_pieces", "dropped_piece_tokens")
 
 
 class CutsBlock(Protocol):
@@ -53,7 +51,7 @@ def write_rows(
                 last = int(numbers[-1])
             tokens, trained = (int(column.sum(dtype=np.int64)) for column in (segments.tokens, segments.trained))
             sums.update(rows=rows, tokens=tokens, trained=trained)
-            sums.update({name: getattr(segments, name) for name in _SUMMED})
+            sums.update(segments.losses)
             dropped.update(segments.dropped)
             n_blocks += 1
     if n_blocks > 1:
@@ -65,7 +63,7 @@ def write_rows(
         "packed_trained": sums["trained"],
         "fill": round(sums["tokens"] / (sums["rows"] * max_length), 6) if sums["rows"] else 0.0,
         "dropped_rows": dict(dropped),
-        **{name: sums[name] for name in _SUMMED if name != "cut_prompts" or sums[name]},
+        **{name: sums[name] for name in LOSSES if name != "cut_prompts" or sums[name]},
         **({"blocks": n_blocks} if n_blocks > 1 else {}),
     }
 

@@ -83,11 +83,7 @@ class PrepareSpec:
 
 
 def prepare_spec(
-    model: "ModelSection",
-    tokenizer: "TokenizerSection",
-    data: "DataSection",
-    method: "Method",
-    seed: int,
+    model: "ModelSection", tokenizer: "TokenizerSection", data: "DataSection", method: "Method", seed: int
 ) -> PrepareSpec:
     """Return the spec of a recipe; reads the tokenizer's files and the model's config.json, nothing else.
 

@@ -22,19 +22,14 @@ from tuner.runtime.warned import python_warning
 
 _heard: list[str] = []
 """Warnings of Python's `warnings` that this process met and did not tell its parent yet."""
-_ALONE = "alone"
-"""The argument before the socket of a process that does not fork."""
 
 
 def main() -> None:
-    """Be the process that forks into the workers, or one that could not be forked from it."""
+    """Be the process that forks into the workers."""
     hear()
+    exits, *sockets = map(int, sys.argv[1:])
     with calm_collector():
-        answer = _started()
-        if sys.argv[1] == _ALONE:
-            _serve(int(sys.argv[2]), answer)
-        exits, *sockets = map(int, sys.argv[1:])
-        _fork(Connection(exits), sockets, answer)
+        _fork(Connection(exits), sockets, _started())
 
 
 def _started() -> Callable[[Any], Any]:
@@ -54,15 +49,13 @@ def _started() -> Callable[[Any], Any]:
 
 def _fork(exits: "Connection[Any, Any]", sockets: Sequence[int], answer: Callable[[Any], Any]) -> NoReturn:
     """Start a worker for each socket, and tell how they end until all have: at the latest when the parent is gone."""
-    can_fork = sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
     numbers: dict[int, int] = {}
     gc.freeze()  # what is loaded is shared as long as nobody writes to it, and a look for cycles would
     for number, socket in enumerate(sockets):
-        others = sockets[number + 1 :]
-        pid = os.fork() if can_fork else _spawned(socket, (exits.fileno(), *others))
+        pid = os.fork()
         if pid == 0:
             exits.close()
-            for other in others:
+            for other in sockets[number + 1 :]:
                 os.close(other)
             _serve(socket, answer)
         numbers[pid] = number
@@ -72,13 +65,6 @@ def _fork(exits: "Connection[Any, Any]", sockets: Sequence[int], answer: Callabl
         with contextlib.suppress(OSError):  # the parent may be gone, and then the others are about to end
             exits.send((numbers.pop(pid), os.waitstatus_to_exitcode(status)))
     os._exit(0)
-
-
-def _spawned(socket: int, closed: Sequence[int]) -> int:
-    """Start a process that loads the job for itself, where a fork is not safe with a second thread; its id."""
-    command = [sys.executable, "-m", "tuner.data.building.worker", _ALONE, str(socket)]
-    actions = [(os.POSIX_SPAWN_CLOSE, other) for other in closed]
-    return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions)
 
 
 def _serve(socket: int, answer: Callable[[Any], Any]) -> NoReturn:

@@ -100,14 +100,14 @@ def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]]
         return None
     if opened is None or around is None or around.head != prompt[: opened.start()]:
         return None
-    given = _thought_and_answer(messages[-1], opened[1])
-    if around.words.strip() != plain(given.answer).strip() and not around.calls:
+    thought, answer, rest = _after(messages[-1], opened[0], opened[1], opened[2])
+    if around.words.strip() != plain(answer).strip() and not around.calls:
         return None
-    text = prompt + given.after(opened[0], opened[1], opened[2])
+    text = prompt + rest
     words = len(text)
     text += around.words + around.tail if around.calls else around.tail
     stop = tokenizer.end_of_turn(text, words, len(text))
-    notes = [OWN_THOUGHT if given.thought else NO_THOUGHT]
+    notes = [OWN_THOUGHT if thought else NO_THOUGHT]
     if stop is None:
         notes.append(NO_END)
         stop = len(text) if around.calls else words
@@ -136,30 +136,19 @@ def _around(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any
     return _Around(head, whole[len(head) : len(whole) - len(tail)], tail) if whole.endswith(tail) else None
 
 
-class _Given(NamedTuple):
-    """What a message holds: its thought, its answer, and its content where that is both."""
-
-    thought: str
-    answer: str
-    both: str | None
-
-    def after(self, opening: str, tag: str, space: str) -> str:
-        """What comes after a prompt that ends with `opening`: a tag and white space."""
-        if self.both is not None and self.both.startswith(opening):
-            return self.both[len(opening) :]
-        thought = f"{self.thought.strip()}{space}" if self.thought or space else ""
-        return f"{thought}</{tag}>{space * 2}" + self.answer
-
-
-def _thought_and_answer(message: Mapping[str, Any], tag: str) -> _Given:
+def _after(message: Mapping[str, Any], opening: str, tag: str, space: str) -> tuple[str, str, str]:
+    """A message's thought, its answer, and what follows a prompt that ends with `opening`: a tag and white space."""
     content, thought = message["content"], reasoning_of(message)
-    closing = f"</{tag}>"
-    if isinstance(thought, str) and thought.strip():
-        return _Given(thought, content, None)
-    if closing in content:
-        before, _, answer = content.rpartition(closing)
-        return _Given(before.strip().removeprefix(f"<{tag}>").strip(), answer.lstrip("\n"), content)
-    return _Given("", content, None)
+    answer, closing = content, f"</{tag}>"
+    if not isinstance(thought, str) or not thought.strip():
+        thought = ""
+        if closing in content:
+            before, _, answer = content.rpartition(closing)
+            thought, answer = before.strip().removeprefix(f"<{tag}>").strip(), answer.lstrip("\n")
+        if content.startswith(opening):
+            return thought, answer, content[len(opening) :]
+    written = f"{thought.strip()}{space}" if thought or space else ""
+    return thought, answer, f"{written}{closing}{space * 2}{answer}"
 
 
 def own_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from tuner.config.methods import ExampleKind
 from tuner.data.encoding.encode import CHECKS, Encoder
-from tuner.data.encoding.flat import EncodedBatch, Ints, offsets_of
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.place import Document, Placed
-from tuner.data.reading.examples import Compared, Example, Labelled, Pair
+from tuner.data.ranges import Ints, ranges
+from tuner.data.reading.examples import Compared, Example, Labelled, Pair, answers_of
 from tuner.data.reading.problems import RecordProblem
 
 NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
@@ -24,13 +25,6 @@ OTHER_PROMPT = "the template writes the prompt of chosen and that of rejected di
 WITH_MARGIN = "pairs with a margin"
 AT_ITS_TURN = "answers written as at their turn: the whole conversation has no exact mask"
 _SIDES = ("chosen", "rejected")
-
-
-def answers_of(example: Example | Compared) -> tuple[Example, ...]:
-    """What becomes a document each: both answers of a pair, the chosen one first."""
-    if isinstance(example, Pair):
-        return example.chosen, example.rejected
-    return (example.example,) if isinstance(example, Labelled) else (example,)
 
 
 class AnyEncoder:
@@ -53,7 +47,8 @@ class AnyEncoder:
         if self._kind == "preference":
             return _compared(batch, 2, "margin", _margins(examples))
         if self._kind == "unpaired":
-            return _compared(batch, 1, "label", _labels(examples))
+            labels = [example.label for example in examples if isinstance(example, Labelled)]
+            return _compared(batch, 1, "label", np.array(labels, dtype=np.bool_))
         return batch
 
     def explain(self, example: Example | Compared) -> Placed:
@@ -83,14 +78,14 @@ def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.
         if left_out:
             problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
     records = batch.records // each
-    whole = _only(batch, ~np.isin(records, list(problems)) if problems else np.ones(len(records), dtype=np.bool_))
+    whole = batch.only(~np.isin(records, list(problems)))
     prompts = _prompts(whole)
     if each == 2:
         pairs = whole.records[::2] // 2
         for reason, found in _unlike(whole, prompts):
             problems |= {record: RecordProblem(reason, 1) for record in pairs[found].tolist() if record not in problems}
         keep = ~np.isin(whole.records // 2, list(problems))
-        whole, prompts = _only(whole, keep), prompts[keep]
+        whole, prompts = whole.only(keep), prompts[keep]
     notes = Counter(batch.notes)
     if batch.by_answer:
         notes[AT_ITS_TURN] += sum(part // each not in problems for part in batch.by_answer)
@@ -109,18 +104,6 @@ def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
     if side is None:
         return problem
     return RecordProblem(problem.reason, problem.col if not problem.path else None, (side,), problem.hint)
-
-
-def _only(batch: EncodedBatch, keep: npt.NDArray[np.bool_]) -> EncodedBatch:
-    """Some documents of a batch."""
-    if keep.all():
-        return batch
-    lengths = np.diff(batch.offsets)
-    tokens = np.repeat(keep, lengths)
-    return replace(
-        batch, input_ids=batch.input_ids[tokens], trained=batch.trained[tokens], offsets=offsets_of(lengths[keep]),
-        prompt_tokens=batch.prompt_tokens[keep], records=batch.records[keep],
-    )  # fmt: skip
 
 
 def _prompts(batch: EncodedBatch) -> Ints:
@@ -146,17 +129,11 @@ def _unlike(batch: EncodedBatch, prompts: Ints) -> list[tuple[str, npt.NDArray[n
 def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
     """bool[pairs]: whether both documents of a pair begin with the same `counts` ids."""
     starts = batch.offsets[:-1]
-    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    one, other = (np.repeat(first, counts) + within for first in (starts[::2], starts[1::2]))
+    one, other = (ranges(first, counts) for first in (starts[::2], starts[1::2]))
     differs = batch.input_ids[one] != batch.input_ids[other]
     owner = np.repeat(np.arange(len(counts)), counts)
     equal: npt.NDArray[np.bool_] = np.bincount(owner[differs], minlength=len(counts)) == 0
     return equal
-
-
-def _labels(examples: Sequence[Example | Compared]) -> npt.NDArray[np.bool_]:
-    """bool[examples]: whether answers are wanted."""
-    return np.array([example.label for example in examples if isinstance(example, Labelled)], dtype=np.bool_)
 
 
 def _margins(examples: Sequence[Example | Compared]) -> npt.NDArray[np.float32]:

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder, WordEncoder
-from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Ints, Turns, edges_of, joined, offsets_of
+from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Turns, edges_of, joined
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Alone, Placed, Placer
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
 from tuner.data.encoding.turns import Planner, SpecialTokens, TrainOn, TurnPlan
+from tuner.data.ranges import Ints, offsets_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, Tokens
 
@@ -41,11 +42,7 @@ class Encoder:
     """Encodes examples for a tokenizer and a method."""
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        train_on: TrainOn,
-        special_tokens: SpecialTokens = "refuse",
-        fast: bool = True,
+        self, tokenizer: TextTokenizer, train_on: TrainOn, special_tokens: SpecialTokens = "refuse", fast: bool = True
     ) -> None:
         """`train_on` is the recipe's, and `all` for pre-training; without `fast` every record is placed one by one."""
         self._tokenizer = tokenizer
@@ -87,11 +84,7 @@ class Encoder:
         merged = joined(self._encode_texts(texts, examples, alone, total_bytes), alone.documents)
         self._check(examples, merged, checks)
         return replace(
-            merged,
-            problems=alone.problems,
-            escaped=alone.escaped,
-            notes=alone.counted(),
-            by_answer=alone.by_answer,
+            merged, problems=alone.problems, escaped=alone.escaped, notes=alone.counted(), by_answer=alone.by_answer
         )
 
     def choose(self) -> None:
@@ -207,7 +200,7 @@ class Encoder:
         if proven is None:
             parts = self._tokenizer.encode_ids(strings)
             flat = Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
-            return replace(flat, unknown=flat.sizes() != sizes), False
+            return replace(flat, unknown=np.diff(flat.edges[flat.offsets]) != sizes), False
         refuted = proven.refuted(strings)
         flat = self._together(proven, strings, sizes, table)
         unknown = flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown
@@ -283,14 +276,8 @@ class Encoder:
         framed = np.array(texts.framed)
         whole = framed & (np.bincount(turns.text[answer], minlength=len(keep)) == 0)
         prompts[whole] = flat.lengths[whole] // 2
-        ids, lengths = flat.ids, flat.lengths[keep]
-        if not keep.all():
-            tokens = np.repeat(keep, flat.lengths)
-            ids, trained = ids[tokens], trained[tokens]
-        batch = EncodedBatch(
-            ids, trained, offsets_of(lengths), prompts[keep].astype(np.uint32),
-            np.array(texts.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
-        )  # fmt: skip
+        records, count = np.array(texts.examples, dtype=np.int64), int(keep.sum()) if fast else 0
+        batch = EncodedBatch(flat.ids, trained, flat.offsets, prompts.astype(np.uint32), records, fast=count).only(keep)
         return self._framed(batch, framed[keep], np.array(texts.ends)[keep]) if framed.any() else batch
 
     def _framed(

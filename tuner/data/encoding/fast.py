@@ -17,6 +17,7 @@ import regex  # type: ignore[import-untyped]
 
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
+from tuner.data.ranges import ranges
 from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 
 _CACHE_BYTES = 32 << 20
@@ -173,11 +174,7 @@ class WordEncoder:
             self._learn([word for word in needed if word not in self._index], needed)
             found = list(map(self._index.__getitem__, words))
         index = np.array(found, dtype=np.int64)
-        lengths = self._length[index]
-        ends = np.cumsum(lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        at = np.arange(total) + np.repeat(self._start[index] - (ends - lengths), lengths)
-        ids: npt.NDArray[np.uint32] = self._ids[at]
+        ids: npt.NDArray[np.uint32] = self._ids[ranges(self._start[index], self._length[index])]
         return ids
 
     def _cut(self, text: str) -> list[str]:

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.place import Document
 from tuner.data.encoding.tokenizer_json import ByteTable
+from tuner.data.ranges import Ints, offsets_of, ranges
 from tuner.data.reading.problems import RecordProblem
 
-Ints = npt.NDArray[np.int64]
 Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """Running sums over tokens, in 32 bits wherever they fit."""
 _LOOKED_UP = 1 << 18
@@ -77,10 +77,6 @@ class Flat:
         unknown = np.zeros(len(lengths), dtype=np.bool_)
         return Flat(ids, lengths, offsets_of(lengths), edges_of(ids, table), unknown)
 
-    def sizes(self) -> Ints:
-        """int64[n]: bytes that each text's ids stand for."""
-        return np.diff(self.edges[self.offsets])
-
     def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
         """int64[n]: how many ids of each text are marked in `of`, a table by id."""
         found = [start + np.flatnonzero(of[part]) for start, part in _parts(self.ids)]
@@ -129,13 +125,6 @@ class Turns:
         return covered
 
 
-def offsets_of(lengths: Ints) -> Ints:
-    """int64[n + 1]: the sums of the first 0, 1, ... lengths."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def edges_of(ids: npt.NDArray[np.uint32], table: ByteTable) -> Edges:
     """The sums of the bytes that the first 0, 1, ... ids stand for; a long text may have one for every byte."""
     lengths = np.zeros(len(ids) + 1, dtype=np.int32)
@@ -178,6 +167,18 @@ class EncodedBatch:
     columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """[n] each: what is known of a document besides its tokens."""
 
+    def only(self, keep: npt.NDArray[np.bool_]) -> "EncodedBatch":
+        """The documents that are marked, bool[n], with all that is said of the batch."""
+        if keep.all():
+            return self
+        lengths = np.diff(self.offsets)
+        tokens = np.repeat(keep, lengths)
+        return replace(
+            self, input_ids=self.input_ids[tokens], trained=self.trained[tokens], offsets=offsets_of(lengths[keep]),
+            prompt_tokens=self.prompt_tokens[keep], records=self.records[keep],
+            columns={name: values[keep] for name, values in self.columns.items()},
+        )  # fmt: skip
+
 
 def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> EncodedBatch:
     """One batch of documents that were encoded together and others, by the order of their examples."""
@@ -197,8 +198,7 @@ def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> Enc
         records = np.concatenate([batch.records, records])
     order = np.argsort(records, kind="stable")
     starts = offsets_of(lengths)[:-1][order]
-    offsets = offsets_of(lengths[order])
-    at = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths[order])
+    offsets, at = offsets_of(lengths[order]), ranges(starts, lengths[order])
     flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
     flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
     return EncodedBatch(

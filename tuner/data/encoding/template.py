@@ -48,10 +48,7 @@ class ChatTemplate:
     """A compiled chat template; raises DataError where its source does not compile."""
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        now: datetime | None = None,
+        self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None,
         name: str = "the chat template",
     ) -> None:
         """Compile; `now` is the current time for the template, whenever it asks, `name` where it is. DataError."""
@@ -66,11 +63,8 @@ class ChatTemplate:
         self.has_generation_marks = self._has_marks and (probe is None or OPEN in probe)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, messages: Sequence[Message], add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Render `messages` to the text whose token ids a model sees; DataError where the template refuses.
 
@@ -150,11 +144,8 @@ class ChatTemplate:
         return unless_refused(self._render, messages, False)
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, messages: Sequence[Message], add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         self._sandbox.meter.begin(len(messages))
         try:
@@ -308,9 +299,7 @@ class LoadedTemplates:
         self._templates = compiled(sources, tokens, None, where)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
+        self, messages: Sequence[Message], add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render as `apply_chat_template` does; DataError where there is no template, or it refuses."""

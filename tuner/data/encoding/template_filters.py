@@ -90,12 +90,8 @@ def _bounded_test(name: str, function: Callable[..., Any], meter: Meter) -> Call
 
 
 def _tojson(
-    meter: Meter,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    meter: Meter, value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes HTML, which no chat format wants.
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -23,17 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from tuner.data.encoding import template_limits as limits
 from tuner.data.encoding.template_filters import TEXT_FILTERS, bounded_filters, bounded_tests
-from tuner.data.encoding.template_limits import (
-    KNOWN,
-    MAX_BITS,
-    MAX_NESTING,
-    MAX_POWER,
-    MAX_SOURCE_CHARS,
-    MAX_TOKENS,
-    Meter,
-    refuse,
-)
+from tuner.data.encoding.template_limits import KNOWN, Meter, refuse
 from tuner.data.encoding.template_spy import TemplateSpy
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -68,8 +60,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def metered(self, source: str) -> nodes.Template:
         """Parse a source, and let what it does be counted. LimitError, TemplateError."""
-        if len(source) > MAX_SOURCE_CHARS:
-            refuse(f"more than {MAX_SOURCE_CHARS:,} characters of source")
+        if len(source) > limits.MAX_SOURCE_CHARS:
+            refuse(f"more than {limits.MAX_SOURCE_CHARS:,} characters of source")
         tree = _Metered().visit(self.parse(source))
         assert isinstance(tree, nodes.Template)
         return tree
@@ -110,8 +102,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(left, int) and isinstance(right, int):
                 meter.bits(left.bit_length() + right.bit_length())
         elif operator == "**":
-            if isinstance(right, (int, float)) and abs(right) > MAX_POWER:
-                refuse(f"an exponent of more than {MAX_POWER:,}")
+            if isinstance(right, (int, float)) and abs(right) > limits.MAX_POWER:
+                refuse(f"an exponent of more than {limits.MAX_POWER:,}")
             if isinstance(left, int) and isinstance(right, int):
                 meter.bits(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str):
@@ -216,8 +208,8 @@ class _Tokens(Extension):
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for count, token in enumerate(stream):
-            if count >= MAX_TOKENS:
-                refuse(f"more than {MAX_TOKENS:,} tokens of source")
+            if count >= limits.MAX_TOKENS:
+                refuse(f"more than {limits.MAX_TOKENS:,} tokens of source")
             yield token
 
 
@@ -230,8 +222,8 @@ class _Metered(NodeTransformer):
     def visit(self, node: Node, *args: Any, **kwargs: Any) -> Any:
         self._seen += 1
         self._depth += 1
-        if self._depth > MAX_NESTING:
-            refuse(f"statements and expressions more than {MAX_NESTING} deep in each other")
+        if self._depth > limits.MAX_NESTING:
+            refuse(f"statements and expressions more than {limits.MAX_NESTING} deep in each other")
         try:
             return super().visit(node, *args, **kwargs)
         finally:
@@ -276,8 +268,8 @@ class _Metered(NodeTransformer):
         return node
 
     def visit_Const(self, node: nodes.Const) -> Node:
-        if isinstance(node.value, int) and node.value.bit_length() > MAX_BITS:
-            refuse(f"a number of more than {MAX_BITS:,} bits")
+        if isinstance(node.value, int) and node.value.bit_length() > limits.MAX_BITS:
+            refuse(f"a number of more than {limits.MAX_BITS:,} bits")
         return node
 
     def visit_ScopedEvalContextModifier(self, node: Node) -> Node:

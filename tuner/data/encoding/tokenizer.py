@@ -25,7 +25,7 @@ from tuner.data.encoding.template import (
     named_templates,
     unless_refused,
 )
-from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
+from tuner.data.encoding.tokenizer_json import ByteTable, Unproven, parse_json, read_tokenizer
 from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
 from tuner.runtime.turn_end import ChatConvention, turn_end
@@ -206,11 +206,8 @@ class TextTokenizer:
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NO_VARIABLES,
+        self, messages: Sequence[Message], add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Render messages with the chat template; DataError where there is none or it refuses them."""
         return self.template_for(tools).render(messages, add_generation_prompt, tools, variables)
@@ -257,10 +254,7 @@ class TextTokenizer:
     @cached_property
     def _parsed(self) -> tuple[Tokenizer, list[int], list[int]]:
         """The tokenizer without its frame, and the ids of that: before and after a text."""
-        try:
-            backend = Tokenizer.from_str(self.files["tokenizer.json"].decode())
-        except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(f"tokenizer.json: {error}") from error
+        backend = read_tokenizer(self.files)
         backend.no_truncation()
         backend.no_padding()
         prefix, suffix = _text_frame(backend)
@@ -312,17 +306,6 @@ def _pattern(words: Sequence[str], with_blanks: Set[str] = frozenset()) -> re.Pa
 def _encoded(encoding: Encoding) -> Encoded:
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     return Encoded(np.array(encoding.ids, dtype=np.int64), spans[:, 0], spans[:, 1])
-
-
-def parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The object in one of the files, empty where it is not there. DataError."""
-    try:
-        value = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{name}: not an object")
-    return value
 
 
 def declared_special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

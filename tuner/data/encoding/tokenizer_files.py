@@ -14,32 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
-from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
+from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
 from tuner.errors import DataError, MachineError, PluginError
-from tuner.runtime.files import (
-    TMP_PREFIX,
-    discard_dir,
-    file_entries,
-    json_bytes,
-    machine_errors,
-    publish_dir,
-    read_json,
-    regular_size,
-    require_small_configs,
-    scratch_dir,
-    sweep,
-    unlinked,
-    verify_entries,
-    write_atomic,
-)
+from tuner.runtime import files as disk
 from tuner.runtime.lock import FileLock
 from tuner.stages import cache_root
 
@@ -57,16 +42,9 @@ _ANSWER = "answer.json"
 # What AutoTokenizer reads of a config.json to choose the class.
 _CHOOSING = ("model_type", "model_name", "tokenizer_class")
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", TEMPLATE_FILE, TOOL_TEMPLATE_FILE),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tiktoken.model"),
-    TEMPLATE_FILE,
-    TOOL_TEMPLATE_FILE,
 )
 
 
@@ -117,7 +95,7 @@ def load_tokenizer(
 def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
     """Return the local directory of a tokenizer, fetching a hub name's tokenizer files into the hub's cache."""
     if Path(name_or_path).is_dir():
-        require_small_configs(Path(name_or_path))
+        disk.require_small_configs(Path(name_or_path))
         return Path(name_or_path)
     if name_or_path.startswith(("/", ".", "~")):
         raise DataError(f"{name_or_path}: no such directory")
@@ -198,8 +176,8 @@ class _LoadContext:
         or not alike everywhere.
         """
         now = version("transformers")
-        root = unlinked(self.cache_dir, "tokenizers", self._key(files))
-        directory = unlinked(root, f"{now}-{FORMAT}")
+        root = disk.unlinked(self.cache_dir, "tokenizers", self._key(files))
+        directory = disk.unlinked(root, f"{now}-{FORMAT}")
         answer, replaced = _kept(directory) or self._ask(files, directory)
         return _merged(files, answer, replaced), {**_facts(answer), "other_versions": list(_others(root, answer))}
 
@@ -212,8 +190,8 @@ class _LoadContext:
         PluginError for what it raises or returns, and DataError.
         """
         place = Path(tempfile.gettempdir())
-        with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
-            (job / OWN_CODE).write_bytes(json_bytes({"use": tokenizer.use, "args": tokenizer.args}))
+        with disk.machine_errors(place), disk.scratch_dir(disk.TMP_PREFIX, place) as job:
+            (job / OWN_CODE).write_bytes(disk.json_bytes({"use": tokenizer.use, "args": tokenizer.args}))
             answer, replaced = self._answered(files, job)
         return _merged(files, answer, replaced), {**_facts(answer), "use": tokenizer.use, "other_versions": []}
 
@@ -232,11 +210,11 @@ class _LoadContext:
             if is_kept and (kept := _kept(directory)) is not None:
                 return kept  # another process asked meanwhile
             place = directory.parent if is_kept else Path(tempfile.gettempdir())
-            with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
+            with disk.machine_errors(place), disk.scratch_dir(disk.TMP_PREFIX, place) as job:
                 answer, replaced = self._answered(files, job)
                 if is_kept:
-                    discard_dir(directory)
-                    publish_dir(job / "answer", directory)
+                    disk.discard_dir(directory)
+                    disk.publish_dir(job / "answer", directory)
         return answer, replaced
 
     def _answered(self, files: Mapping[str, bytes], job: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -248,8 +226,8 @@ class _LoadContext:
                 (job / path).write_bytes(content)
         self._run(job)
         answers = job / "answer"
-        answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
-        write_atomic(answers / _ANSWER, json_bytes(answer))
+        answer = {**disk.read_json(answers / _ANSWER), "files": disk.file_entries(answers, exclude=(_ANSWER,))}
+        disk.write_atomic(answers / _ANSWER, disk.json_bytes(answer))
         return answer, {file: (answers / file).read_bytes() for file in answer["files"]}
 
     def _run(self, job: Path) -> None:
@@ -300,9 +278,9 @@ def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
 def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """The answer of a directory and the files in it; None where there is none or it is damaged."""
     with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
-        regular_size(directory / _ANSWER)
-        answer = read_json(directory / _ANSWER)
-        verify_entries(directory, answer["files"], hash=True)
+        disk.regular_size(directory / _ANSWER)
+        answer = disk.read_json(directory / _ANSWER)
+        disk.verify_entries(directory, answer["files"], hash=True)
         return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
     return None
 
@@ -313,27 +291,22 @@ def _locked(root: Path) -> Iterator[bool]:
 
     The answer is then asked for again the next time. What killed processes left goes.
     """
-    lock = FileLock(root / ".lock")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock.acquire(wait=True)
-        sweep(root)
-    except (OSError, MachineError):
-        lock.release()
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+    with ExitStack() as held:
+        is_kept = False
+        with suppress(OSError, MachineError):
+            root.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(root / ".lock"))
+            disk.sweep(root)
+            is_kept = True
+        yield is_kept
 
 
 def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
     """Versions of transformers with other ids, of those whose answers are kept."""
     for path in sorted(root.glob(f"*-{FORMAT}/{_ANSWER}")):
         with suppress(DataError):
-            regular_size(unlinked(root, path.parent.name, _ANSWER))
-            if read_json(path).get("ids_sha256") != answer["ids_sha256"]:
+            disk.regular_size(disk.unlinked(root, path.parent.name, _ANSWER))
+            if disk.read_json(path).get("ids_sha256") != answer["ids_sha256"]:
                 yield path.parent.name.removesuffix(f"-{FORMAT}")
 
 
@@ -341,9 +314,8 @@ def _config(directory: Path) -> bytes | None:
     path = directory / "config.json"
     if not path.is_file():
         return None
-    content = path.read_bytes()
-    parse_json({str(path): content}, str(path))
-    return content
+    disk.read_json(path)
+    return path.read_bytes()
 
 
 def _model_config(model_path: str, revision: str | None) -> bytes | None:
@@ -357,6 +329,6 @@ def _model_eos_ids(directory: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            value = parse_json({name: (directory / name).read_bytes()}, name).get("eos_token_id")
+            value = disk.read_json(directory / name).get("eos_token_id")
             ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
     return ids

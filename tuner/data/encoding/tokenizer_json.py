@@ -111,12 +111,8 @@ def byte_tokenizer_files() -> dict[str, bytes]:
     specials = [tokenizers.AddedToken(name, special=True, normalized=False) for name in (BYTE_BOS, BYTE_EOS, BYTE_PAD)]
     tokenizer.add_special_tokens(specials)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BYTE_BOS,
-        "eos_token": BYTE_EOS,
-        "pad_token": BYTE_PAD,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000_000,
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BYTE_BOS, "eos_token": BYTE_EOS,
+        "pad_token": BYTE_PAD, "clean_up_tokenization_spaces": False, "model_max_length": 1_000_000_000,
     }
     return {
         "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
@@ -138,11 +134,7 @@ def with_tokens(files: Mapping[str, bytes], tokens: Sequence[AddedToken]) -> tup
     They are found in a text as it is, before anything else is made of it. Raises RecipeError for a token that the
     tokenizer has.
     """
-    try:
-        before = Tokenizer.from_str(files["tokenizer.json"].decode())
-        spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"tokenizer.json: {error}") from error
+    before, spec, config = _opened(files)
     first = 1 + max(before.get_vocab(with_added_tokens=True).values(), default=-1)
     for number, token in enumerate(tokens):
         if (there := before.token_to_id(token.token)) is not None:
@@ -170,11 +162,7 @@ def with_control_tokens(
     ordinary one, which would neither end a turn nor be refused in users' text. The very same files come back where none
     is. Raises DataError.
     """
-    try:
-        before = Tokenizer.from_str(files["tokenizer.json"].decode())
-        spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"tokenizer.json: {error}") from error
+    before, spec, config = _opened(files)
     given = {item.token for item in wanted}
     lacking = [token for token in controls if token not in given and before.token_to_id(token) is None]
     added = {int(entry["id"]): entry for entry in spec.get("added_tokens") or []}
@@ -215,10 +203,27 @@ def _name_special(config: dict[str, Any], tokens: Sequence[str]) -> None:
         config[key] = [*(there or []), *tokens]
 
 
-def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    value = json.loads(files.get(name, b"{}"))
+def _opened(files: Mapping[str, bytes]) -> tuple[Tokenizer, dict[str, Any], dict[str, Any]]:
+    """A tokenizer, its tokenizer.json and its tokenizer_config.json. DataError."""
+    return read_tokenizer(files), parse_json(files, "tokenizer.json"), parse_json(files, "tokenizer_config.json")
+
+
+def read_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of a directory's files, as the library reads it. DataError."""
+    try:
+        return Tokenizer.from_str(files["tokenizer.json"].decode())
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"tokenizer.json: {error}") from error
+
+
+def parse_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object in one of the files, empty where it is not there. DataError."""
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name}: not an object")
+        raise DataError(f"{name}: not an object")
     return value
 
 

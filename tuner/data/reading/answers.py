@@ -11,18 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tuner.data.reading import forms
 from tuner.data.reading.columns import key_names, turns_in
 from tuner.data.reading.examples import Answered, Conversation, Labelled, Message, Pair, PromptCompletion, Record
-from tuner.data.reading.forms import (
-    alpaca_question,
-    check_string,
-    conversation,
-    is_silent,
-    refuse_empty,
-    said_by,
-    turns_of,
-    type_name,
-)
 from tuner.data.reading.problems import RecordProblem
 
 PROMPTS = {
@@ -59,10 +50,10 @@ def learned_answer(value: Record, key: str, other: str | None, format: str) -> A
     answer = answers[0]
     if isinstance(answer, str):
         return PromptCompletion(str(prompt.given), answer)
-    refuse_empty(answer, (key,))
+    forms.refuse_empty(answer, (key,))
     given = prompt.given if isinstance(prompt.given, list) else []
     before = [{"train": False, **message} for message in given]
-    return conversation(value, [*before, *answer])
+    return forms.conversation(value, [*before, *answer])
 
 
 def _parts(
@@ -91,7 +82,7 @@ def _parts(
         if isinstance(value.get("system"), str) and value["system"].strip():
             raise RecordProblem("system has no place next to a prompt that is text and no turn", path=("system",))
         return prompt, texts
-    said = [[said_by("assistant", text)] for text in texts] or [list(answer) for answer in answers]  # type: ignore[arg-type]
+    said = [[forms.said_by("assistant", text)] for text in texts] or [list(answer) for answer in answers]  # type: ignore[arg-type]
     if not learned:
         _refuse_equal(said, keys)
     if not texts:
@@ -107,7 +98,7 @@ def _after_chat(answers: list[_Answer]) -> list[_Answer]:
     if len(chats) != 1 or len(answers) != 2 or not _is_whole(chats[0]):
         return answers
     before = chats[0][: _equal_messages(chats)]
-    return [[*before, said_by("assistant", each)] if isinstance(each, str) else each for each in answers]
+    return [[*before, forms.said_by("assistant", each)] if isinstance(each, str) else each for each in answers]
 
 
 def _is_whole(answer: _Answer) -> bool:
@@ -123,13 +114,13 @@ def _prompt(value: Record, format: str) -> RecordPrompt:  # noqa: A002 (the reci
     if key is None:
         return RecordPrompt(None, None)
     if key == "instruction":
-        return RecordPrompt(key, alpaca_question(value))
+        return RecordPrompt(key, forms.alpaca_question(value))
     given = value[key]
     if key == "prompt" and isinstance(given, dict):
         return RecordPrompt(key, _one_message(key, given, format == "sharegpt"))
     if key == "prompt" and (not isinstance(given, (str, list)) or (isinstance(given, str) and turns_in(given) is None)):
-        return RecordPrompt(key, check_string(given, (key,)))
-    return RecordPrompt(key, turns_of(value, key, format == "sharegpt"))
+        return RecordPrompt(key, forms.check_string(given, (key,)))
+    return RecordPrompt(key, forms.turns_of(value, key, format == "sharegpt"))
 
 
 def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
@@ -140,14 +131,14 @@ def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
     if isinstance(given, dict):
         return _one_message(key, given, by_speaker)
     if not isinstance(given, (str, list)):
-        raise RecordProblem(f"{key} is a text or a list of messages, got {type_name(given)}", path=(key,))
-    return turns_of(value, key, by_speaker)
+        raise RecordProblem(f"{key} is a text or a list of messages, got {forms.type_name(given)}", path=(key,))
+    return forms.turns_of(value, key, by_speaker)
 
 
 def _one_message(key: str, given: Mapping[str, Any], by_speaker: bool) -> list[Message]:
     """A message by itself."""
     try:
-        return turns_of({key: [given]}, key, by_speaker)
+        return forms.turns_of({key: [given]}, key, by_speaker)
     except RecordProblem as problem:
         path = (key, *problem.path[2:])
         raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
@@ -186,7 +177,7 @@ def _refuse_unread(value: Record, prompt: Sequence[str], keys: Sequence[str]) ->
 
 def texts_of(item: Any) -> list[str]:
     """The texts in a list of turns or messages."""
-    messages = turns_of({"messages": item}, "messages", by_speaker=True)
+    messages = forms.turns_of({"messages": item}, "messages", by_speaker=True)
     return [str(message["content"]) for message in messages if message["role"] in {"system", "user"}]
 
 
@@ -200,7 +191,7 @@ def _after_prompt(
         if given is None:
             _refuse_unread(value, (), keys)
             raise RecordProblem(f"no prompt: {' and '.join(keys)} begin with an answer", path=(keys[0],))
-        return RecordPrompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
+        return RecordPrompt(prompt.key, [forms.said_by("user", given)] if isinstance(given, str) else given), said
     if isinstance(given, list) and prompt.key != "messages":
         shared = len(given)
         agrees = all(messages[:shared] == given for messages in said)
@@ -235,7 +226,7 @@ def _says(message: Message, text: str) -> bool:
 
 def check_said(answer: Sequence[Message], key: str) -> None:
     """Refuse an answer in which no word and no tool call of the assistant. RecordProblem."""
-    if all(is_silent(message) for message in answer if message["role"] == "assistant"):
+    if all(forms.is_silent(message) for message in answer if message["role"] == "assistant"):
         raise RecordProblem(f"{key} is empty: no word and no tool call of the assistant", path=(key,))
 
 
@@ -248,7 +239,7 @@ def joined(value: Record, prompt: RecordPrompt, answer: list[Message], key: str)
                 what = "what the assistant says after the prompt is trained, and nothing else"
                 raise RecordProblem(f"train or weight of a message contradicts: {what}", path=(place,))
     plain = [{name: item for name, item in message.items() if name != "train"} for message in (*given, *answer)]
-    made = conversation(value, plain)
+    made = forms.conversation(value, plain)
     # The last answer is trained by the method's rule; the flags say it of those before it.
     said = [i for i, message in enumerate(made.messages) if message["role"] == "assistant"][:-1]
     first = len(made.messages) - len(answer)
@@ -313,7 +304,7 @@ def _turns_key(value: Record, form: str) -> str | None:
 
 def _last_answer(value: Record, key: str, format: str) -> Conversation:  # noqa: A002 (the recipe's word)
     """The conversation of which the last message is the answer."""
-    messages = turns_of(value, key, by_speaker=format == "sharegpt")
+    messages = forms.turns_of(value, key, by_speaker=format == "sharegpt")
     prompt, answer = messages[:-1], messages[-1:]
     if answer[0]["role"] != "assistant":
         raise RecordProblem(f"the last message of {key} is no answer of the assistant", path=(key, len(prompt)))
@@ -348,4 +339,4 @@ def _checked(number: float, key: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    return f"{value}" if isinstance(value, (int, float)) and not isinstance(value, bool) else type_name(value)
+    return f"{value}" if isinstance(value, (int, float)) and not isinstance(value, bool) else forms.type_name(value)

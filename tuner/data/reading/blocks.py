@@ -17,7 +17,7 @@ from tuner.data.reading.id_blocks import id_blocks, id_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, PlainText, Tokens, document_of, parse_compared, parse_record
+from tuner.data.reading.records import Compared, Example, PlainText, Tokens, read_as
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -28,14 +28,9 @@ Records = Callable[[Block], Iterator[RawRecord]]
 Read = Example | Compared | RecordProblem
 """What a record is an example of, or why it is none."""
 _WAYS: dict[Kind, tuple[Cut, Records]] = {
-    "jsonl": (json_blocks, json_records),
-    "json": (json_blocks, json_records),
-    "csv": (csv_blocks, csv_records),
-    "tsv": (csv_blocks, csv_records),
-    "text": (text_blocks, text_records),
-    "parquet": (table_blocks, table_records),
-    "arrow": (table_blocks, table_records),
-    "ids": (id_blocks, id_records),
+    "jsonl": (json_blocks, json_records), "json": (json_blocks, json_records), "csv": (csv_blocks, csv_records),
+    "tsv": (csv_blocks, csv_records), "text": (text_blocks, text_records), "parquet": (table_blocks, table_records),
+    "arrow": (table_blocks, table_records), "ids": (id_blocks, id_records),
 }
 
 
@@ -92,17 +87,10 @@ def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRe
             continue
         example: Read
         try:
-            if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
-                example = parse_compared(record.value, kind, form, columns)
-            else:
-                example = parse_record(record.value, form, columns)
-                example = document_of(example) if kind == "pretrain" else example
-                if isinstance(example, PlainText):
-                    example = example._replace(ends=block.file.end_token)
+            example = read_as(record.value, kind, form, columns)
         except RecordProblem as problem:
-            yield record, problem
-        else:
-            yield record, example
+            example = problem
+        yield record, example._replace(ends=block.file.end_token) if isinstance(example, PlainText) else example
 
 
 def lines_in(block: Block) -> int:

@@ -74,6 +74,13 @@ Record = Mapping[str, Any]
 NULLS = "null in tools or tool calls: trained as written"
 
 
+def answers_of(example: Example | Compared) -> tuple[Example, ...]:
+    """What becomes a document each: both answers of a pair, the chosen one first."""
+    if isinstance(example, Pair):
+        return example.chosen, example.rejected
+    return (example.example,) if isinstance(example, Labelled) else (example,)
+
+
 def has_null(parts: Sequence[Example]) -> bool:
     """Whether null is the value of a key in the tools or tool calls of what becomes of one record."""
     chats = [example for example in parts if isinstance(example, Conversation)]

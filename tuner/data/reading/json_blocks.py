@@ -293,10 +293,7 @@ def _line_records(block: Block) -> Iterator[RawRecord]:
         if len(raw) > LINE_BYTES or number - 1 in block.cut:
             yield _too_long(number, raw, 1)
         elif raw.strip(b" \t"):
-            try:
-                yield RawRecord(number, raw, parse_json_record(raw), None)
-            except RecordProblem as problem:
-                yield RawRecord(number, raw, None, problem)
+            yield _record(number, raw, 1)
 
 
 def _json_lines(block: Block) -> Iterator[bytes]:
@@ -311,6 +308,13 @@ def _json_lines(block: Block) -> Iterator[bytes]:
             yield line
             if len(line) > LINE_BYTES:
                 _end_line(stream, line)
+
+
+def _record(line: int, raw: bytes, col: int) -> RawRecord:
+    try:
+        return RawRecord(line, raw, parse_json_record(raw), None, col)
+    except RecordProblem as problem:
+        return RawRecord(line, raw, None, problem, col)
 
 
 def _too_long(line: int, raw: bytes, col: int) -> RawRecord:
@@ -359,11 +363,4 @@ def _element_records(block: Block) -> Iterator[RawRecord]:
 
 def _judged(spans: np.ndarray[Any, np.dtype[np.int64]], data: bytes) -> Iterator[RawRecord]:
     for offset, size, line, col, too_long in spans.tolist():
-        raw = data[offset : offset + size]
-        if too_long:
-            yield _too_long(line, raw, col)
-            continue
-        try:
-            yield RawRecord(line, raw, parse_json_record(raw), None, col)
-        except RecordProblem as problem:
-            yield RawRecord(line, raw, None, problem, col)
+        yield (_too_long if too_long else _record)(line, data[offset : offset + size], col)

@@ -22,7 +22,8 @@ _FAST_DEPTH = 24
 _FLOAT_BOUND = 2.0**63
 """orjson reads an integer of more than 64 bits as a float, which is then at least this large."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([0-9a-fA-F]{4})|.)", re.DOTALL)
+"""Both escapes of a surrogate pair, or one escape: its number where it has one."""
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
 _loads = orjson.loads
@@ -139,19 +140,10 @@ def _check_depth(value: Any, depth: int) -> None:
 
 
 def _check_escapes(text: str) -> None:
-    high: re.Match[str] | None = None
     for match in _ESCAPE.finditer(text):
-        code = int(match[1], 16) if match[1] else 0x20
-        low_follows = high is not None and match.start() == high.end() and 0xDC00 <= code <= 0xDFFF
-        if high is not None and not low_follows:
-            raise RecordProblem(f"lone surrogate {high.group()}", high.start() + 1)
-        high = match if 0xD800 <= code <= 0xDBFF else None
-        if 0xDC00 <= code <= 0xDFFF and not low_follows:
-            raise RecordProblem(f"lone surrogate {match.group()}", match.start() + 1)
-        if code == 0:
-            raise RecordProblem("NUL character", match.start() + 1)
-    if high is not None:
-        raise RecordProblem(f"lone surrogate {high.group()}", high.start() + 1)
+        code = int(match[1] or "20", 16)
+        if code == 0 or 0xD800 <= code <= 0xDFFF:
+            raise RecordProblem(f"lone surrogate {match.group()}" if code else "NUL character", match.start() + 1)
 
 
 def _scan(text: str) -> Iterator[tuple[bool, KeyPath, int, str]]:

@@ -11,8 +11,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from tuner.data.reading.spool import without_name
 from tuner.errors import DataError, PluginError
 from tuner.runtime.files import TMP_PREFIX, machine_errors
 from tuner.runtime.plugins import Group, load, naming, require_call, source_file
@@ -35,7 +36,7 @@ def made(use: str, args: Mapping[str, Any], cache: Path | None) -> Path:
     plugin = check_source(use, args)
     key = getattr(plugin, KEY, None)
     if key is None or cache is None:
-        return Path(f"/proc/{os.getpid()}/fd/{_spooled(use, json.dumps(args, sort_keys=True)).fileno()}")
+        return _spooled(use, json.dumps(args, sort_keys=True))
     with naming(f"{use}.{KEY}", source_file(plugin)):
         said = key(**args)
     if not isinstance(said, str) or not said:
@@ -58,18 +59,9 @@ def made(use: str, args: Mapping[str, Any], cache: Path | None) -> Path:
 
 
 @functools.cache
-def _spooled(use: str, args: str) -> IO[bytes]:
-    """As standard input is: without a name, for as long as the process lives."""
-    with machine_errors(Path(tempfile.gettempdir())):
-        file = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
-        try:
-            given = json.loads(args)
-            file.writelines(_lines(check_source(use, given), use, given))
-            file.flush()
-        except BaseException:
-            file.close()
-            raise
-    return file
+def _spooled(use: str, args: str) -> Path:
+    given = json.loads(args)
+    return without_name(_lines(check_source(use, given), use, given))
 
 
 def _lines(plugin: Callable[..., Iterable[Any]], use: str, args: Mapping[str, Any]) -> Iterator[bytes]:

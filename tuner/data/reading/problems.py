@@ -26,11 +26,7 @@ class RecordProblem(Exception):
     """
 
     def __init__(
-        self,
-        reason: str,
-        col: int | None = None,
-        path: KeyPath = (),
-        hint: str | None = None,
+        self, reason: str, col: int | None = None, path: KeyPath = (), hint: str | None = None
     ) -> None:
         super().__init__(reason)
         self.reason = reason

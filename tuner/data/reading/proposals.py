@@ -8,6 +8,7 @@ is, as before.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -21,22 +22,20 @@ from tuner.data.reading.examples import (
     Conversation,
     Example,
     Labelled,
-    Pair,
     PlainText,
     PromptCompletion,
+    answers_of,
 )
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import document_of, form_of, has_speakers, parse_compared, parse_record, unread_keys
+from tuner.data.reading.records import form_of, has_speakers, read_as, unread_keys
 
 COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
 """What to write where no key of a row is known: the row's own keys stand for YOURS."""
 _METHODS: dict[ExampleKind, str] = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
 _LEARNS = {
-    "dpo": "to learn which of two answers is preferred",
-    "kto": "to learn which answers are wanted",
-    "sft": "to learn the answers",
-    "pretrain": "to learn plain text",
-}
+    "dpo": "to learn which of two answers is preferred", "kto": "to learn which answers are wanted",
+    "sft": "to learn the answers", "pretrain": "to learn plain text",
+}  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 Record = Mapping[str, Any]
 
@@ -49,17 +48,10 @@ class ProposedReading:
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Example | Compared:
-        """The example in a record. RecordProblem."""
-        if self.kind == "preference" or self.kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
-            return parse_compared(record, self.kind, self.format, self.columns)
-        example = parse_record(record, self.format, self.columns)
-        return document_of(example) if self.kind == "pretrain" else example
-
     def try_on(self, record: Record) -> Example | Compared | None:
         """The example in a record, or None."""
         try:
-            return self.of(record)
+            return read_as(record, self.kind, self.format, self.columns)
         except RecordProblem:
             return None
 
@@ -219,12 +211,8 @@ def _tried(
         same = after == before if candidate.kind == given.kind else after is not None
         if (before is not None and not same) or (after is not None and lost(record, after, candidate)):
             return None
-    return Proposal(candidate, given, _aside(bad, example, candidate), not chats and _is_chat(example))
-
-
-def _is_chat(example: Example | Compared) -> bool:
-    parts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
-    return any(isinstance(part.example if isinstance(part, Labelled) else part, Conversation) for part in parts)
+    is_chat = any(isinstance(part, Conversation) for part in answers_of(example))
+    return Proposal(candidate, given, _aside(bad, example, candidate), not chats and is_chat)
 
 
 def is_whole(example: Example | Compared) -> bool:
@@ -245,33 +233,23 @@ def has_answer(example: Conversation) -> bool:
 
 def lost(record: Record, example: Example | Compared, reading: ProposedReading) -> list[str]:
     """Return the keys of what belongs to a prompt or an answer, by their names, and is in no part of the example."""
-    said = "\n".join(texts_in(_values(example)))
-    sides = ColumnKeys.of(record).sides or ()
-    found = []
-    for key in unread_keys(record, reading.columns, reading.kind):
-        value = record[key]
-        if key not in sides and (is_part(key) or turns_in(value) is not None):
-            found += [key] if any(text.strip() not in said for text in texts_in(value)) else []
-    return found
+    unread = _unread(record, example, reading)
+    return [key for key, value in unread if is_part(key) or turns_in(value) is not None]
 
 
 def _aside(record: Record, example: Example | Compared, reading: ProposedReading) -> tuple[str, ...]:
     """The keys of texts of several words that are not read, though their names do not say that they are aside."""
-    said = "\n".join(texts_in(_values(example)))
+    unread, aside = _unread(record, example, reading), key_names().aside
+    texts = [(key, text) for key, text in unread if isinstance(text, str) and aside.isdisjoint(words_of(key))]
+    return tuple(key for key, text in texts if len(text.split()) > 1)
+
+
+def _unread(record: Record, example: Example | Compared, reading: ProposedReading) -> list[tuple[str, Any]]:
+    """The keys, with their values, of which a text is in no part of the example; but not of the other answer."""
+    said = "\n".join(texts_in([*chain.from_iterable(answers_of(example))]))
     sides = ColumnKeys.of(record).sides or ()
-    unread = (key for key in unread_keys(record, reading.columns, reading.kind) if key not in sides)
-    aside = key_names().aside
-    texts = ((key, record[key]) for key in unread if isinstance(record[key], str) and aside.isdisjoint(words_of(key)))
-    return tuple(key for key, text in texts if len(text.split()) > 1 and text.strip() not in said)
-
-
-def _values(example: Example | Compared) -> list[Any]:
-    """Everything that an example holds."""
-    if isinstance(example, Pair):
-        return [*_values(example.chosen), *_values(example.rejected)]
-    if isinstance(example, Labelled):
-        return _values(example.example)
-    return [*example]
+    keys = (key for key in unread_keys(record, reading.columns, reading.kind) if key not in sides)
+    return [(key, record[key]) for key in keys if any(text.strip() not in said for text in texts_in(record[key]))]
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -9,16 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
-from tuner.data.reading.answers import (
-    PROMPTS,
-    SCORES,
-    SIDES,
-    label_key,
-    labelled_of,
-    learned_answer,
-    pair_of,
-    sides_of,
-)
+from tuner.data.reading.answers import PROMPTS, SCORES, SIDES, label_key, labelled_of, learned_answer, pair_of, sides_of
 from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
     Compared,
@@ -30,16 +21,9 @@ from tuner.data.reading.examples import (
     PromptCompletion,
     Record,
     Tokens,
+    answers_of,
 )
-from tuner.data.reading.forms import (
-    ROLES,
-    SPEAKERS,
-    from_alpaca,
-    from_text,
-    from_tokens,
-    from_turns,
-    refuse_media,
-)
+from tuner.data.reading.forms import ROLES, SPEAKERS, from_alpaca, from_text, from_tokens, from_turns, refuse_media
 from tuner.data.reading.problems import RecordProblem, quoted
 
 __all__ = [
@@ -91,6 +75,14 @@ def parse_compared(
         raise _not_compared(view, kind)
     except RecordProblem as problem:
         raise _named_as_written(problem, columns) from problem
+
+
+def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Example | Compared:  # noqa: A002
+    """Return what a record is to a method of this kind; otherwise as `parse_record`."""
+    if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
+        return parse_compared(value, kind, format, columns)
+    example = parse_record(value, format, columns)
+    return document_of(example) if kind == "pretrain" else example
 
 
 def _named_as_written(problem: RecordProblem, columns: Mapping[str, str]) -> RecordProblem:
@@ -171,12 +163,7 @@ def form_read(
     columns: Sequence[tuple[str, str]],  # noqa: A002
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
-    part: Example | Compared = example
-    if isinstance(part, Pair):
-        part = part.chosen
-    elif isinstance(part, Labelled):
-        part = part.example
-    if (found := _BY_TYPE.get(type(part))) is not None:
+    if (found := _BY_TYPE.get(type(answers_of(example)[0]))) is not None:
         return found
     if format != "auto":
         return format

@@ -58,22 +58,10 @@ def _call(
     if "upstream" in others:
         fields["upstream_token"], fields["upstream_head"] = others["upstream"].stride()[:2]
     library.call(
-        function,
-        "Attention",
-        **inputs,
-        **fields,
-        sinks=sinks,
-        window=asked.window,
-        scale=asked.scale,
-        documents=documents,
-        scratch=torch.empty(library.threads() * scratch_bytes, dtype=torch.uint8),
-        scratch_bytes=scratch_bytes,
-        n_documents=len(documents),
-        tokens=query.shape[1],
-        heads=query.shape[0],
-        groups=query.shape[0] // key.shape[0],
-        width=query.shape[2],
-        value_width=value.shape[2],
+        function, "Attention", **inputs, **fields, sinks=sinks, window=asked.window, scale=asked.scale,
+        documents=documents, scratch=torch.empty(library.threads() * scratch_bytes, dtype=torch.uint8),
+        scratch_bytes=scratch_bytes, n_documents=len(documents), tokens=query.shape[1], heads=query.shape[0],
+        groups=query.shape[0] // key.shape[0], width=query.shape[2], value_width=value.shape[2],
         is_bfloat=query.dtype == torch.bfloat16,
     )
 
@@ -116,21 +104,10 @@ def native_rotary(
     heads, tokens, width = source.shape
     output = source.new_empty(tokens, heads, width, dtype=dtype)
     library.call(
-        "rotate",
-        "Rotary",
-        input=source,
-        cosine=cosine,
-        sine=sine,
-        output=output,
-        heads=heads,
-        tokens=tokens,
-        width=width,
-        input_head=source.stride(0),
-        input_token=source.stride(1),
-        input_is_bfloat=source.dtype == torch.bfloat16,
-        angles_are_bfloat=cosine.dtype == torch.bfloat16,
-        output_is_bfloat=dtype == torch.bfloat16,
-        back=back,
+        "rotate", "Rotary", input=source, cosine=cosine, sine=sine, output=output, heads=heads, tokens=tokens,
+        width=width, input_head=source.stride(0), input_token=source.stride(1),
+        input_is_bfloat=source.dtype == torch.bfloat16, angles_are_bfloat=cosine.dtype == torch.bfloat16,
+        output_is_bfloat=dtype == torch.bfloat16, back=back,
     )
     return output.transpose(0, 1)
 

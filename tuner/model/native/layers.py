@@ -59,24 +59,17 @@ def _run_norm(
     **fields: torch.Tensor | float | None,
 ) -> None:
     library.call(
-        function,
-        "RmsNorm",
-        input=source,
-        weight=weight,
-        rows=source.numel() // len(weight),
-        columns=len(weight),
-        input_is_bfloat=source.dtype == torch.bfloat16,
-        weight_is_bfloat=weight.dtype == torch.bfloat16,
-        output_is_bfloat=output_type == torch.bfloat16,
-        **fields,
+        function, "RmsNorm", input=source, weight=weight, rows=source.numel() // len(weight), columns=len(weight),
+        input_is_bfloat=source.dtype == torch.bfloat16, weight_is_bfloat=weight.dtype == torch.bfloat16,
+        output_is_bfloat=output_type == torch.bfloat16, **fields,
     )
 
 
-@_norm_backward.register_fake
-def _norm_gradients(
-    upstream: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, wants_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return source.new_empty(source.shape), weight.new_empty(weight.shape if wants_weight else (0,))
+_norm_backward.register_fake(
+    lambda upstream, source, weight, inverse, wants_weight: (
+        source.new_empty(source.shape), weight.new_empty(weight.shape if wants_weight else (0,))
+    )
+)
 
 
 def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -21,15 +21,8 @@ def encode(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tiny
         "Quantize",
         weight=weight,
         bounds=nf4.bounds(weight.device) if codes.dtype == torch.uint8 else None,
-        codes=codes,
-        scales=scales,
-        rows=len(weight),
-        columns=weight.shape[1],
-        code_stride=codes.shape[1],
-        blocks=scales.shape[1],
-        is_bfloat=weight.dtype == torch.bfloat16,
-        tiny=tiny,
-        huge=huge,
+        codes=codes, scales=scales, rows=len(weight), columns=weight.shape[1], code_stride=codes.shape[1],
+        blocks=scales.shape[1], is_bfloat=weight.dtype == torch.bfloat16, tiny=tiny, huge=huge,
     )
     return bad - 1 if bad else None
 
@@ -40,16 +33,8 @@ def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     Raises MachineError where there is no kernel.
     """
     library.call(
-        "dequantize",
-        "Dequantize",
-        codes=codes,
-        scales=scales,
-        values=nf4.values(codes.device) if codes.dtype == torch.uint8 else None,
-        output=output,
-        rows=len(codes),
-        columns=output.shape[1],
-        code_stride=codes.stride(0),
-        scale_stride=scales.stride(0),
-        is_bfloat=output.dtype == torch.bfloat16,
+        "dequantize", "Dequantize", codes=codes, scales=scales, output=output, rows=len(codes),
+        values=nf4.values(codes.device) if codes.dtype == torch.uint8 else None, columns=output.shape[1],
+        code_stride=codes.stride(0), scale_stride=scales.stride(0), is_bfloat=output.dtype == torch.bfloat16,
         step=int8.STEP,
     )

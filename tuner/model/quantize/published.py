@@ -8,6 +8,7 @@ Beside a weight's codes (`weight`) a file holds, under the weight's name and a d
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,21 +22,8 @@ _OF_4_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", f"{STA
 _OF_8_BITS = ("SCB", "weight_format")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _UNQUANTISED = "name the model that it was quantised from, and write model.quantize: nf4 to train it in 4 bits"
-_REASONS = {
-    "gptq": "GPTQ's codes have zero points, and its columns may be in another order",
-    "awq": "AWQ's codes have zero points, and its weights are scaled together with the layers before them",
-    "hqq": "HQQ's codes have zero points, which are stored in a type of its own",
-    "fp8": "its weights are of 8 bits with an exponent",
-    "fbgemm_fp8": "its weights are of 8 bits with an exponent",
-    "finegrained_fp8": "its weights are of 8 bits with an exponent",
-    "mxfp4": "its weights are of 4 bits with an exponent, and share powers of two",
-    "compressed-tensors": "its file may hold any of a dozen formats",
-    "torchao": "its weights are stored as pickled classes of torchao",
-    "quanto": "its weights are stored as classes of quanto",
-    "aqlm": "its codes are indices of code books that were learned",
-    "auto-round": "its codes have zero points",
-    "bitnet": "its weights have three values, and were trained with them",
-}
+_REASONS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""By names of formats that are not read, why not."""
 
 
 def published_kind(config: Mapping[str, Any], where: str) -> Kind | None:
@@ -138,10 +126,7 @@ def _state(name: str, parts: Mapping[str, torch.Tensor]) -> _State:
         told = json.loads(bytes(parts[f"{STATE}nf4"].to(torch.uint8).tolist()))
         rows, columns = (int(size) for size in told["shape"])
         state = _State(
-            (rows, columns),
-            _DTYPES[told["dtype"]],
-            int(told["blocksize"]),
-            int(told.get("nested_blocksize") or 0),
+            (rows, columns), _DTYPES[told["dtype"]], int(told["blocksize"]), int(told.get("nested_blocksize") or 0),
             float(told.get("nested_offset") or 0.0),
         )
     except (KeyError, ValueError, TypeError) as error:

@@ -7,50 +7,20 @@ Each gives the tensor that it gets where there is nothing to add to a gradient, 
 alike.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
 import torch.distributed as dist
 
+from tuner.parallel.exchange import Group, sum_over, two_way
 from tuner.parallel.lookup import gather_parts
-
-Group = dist.ProcessGroup
 
 
 def entered(given: torch.Tensor, group: Group) -> torch.Tensor:
     """The tensor itself, of which each process computes a part of what follows: its gradient is the sum of theirs."""
-    return _applied(_Entered, given, group) if _is_followed(given) else given
+    return _entered(given, group) if given.requires_grad and torch.is_grad_enabled() else given
 
 
-def summed(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over processes, with which all compute the same: its gradient is that of each addend."""
-    return _applied(_Summed, own, group)
-
-
-def gathered(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """All processes' parts ``[..., n]`` as ``[..., n · T]``, with which all compute the same."""
-    return _applied(_Gathered, own, group)
-
-
-def own_part(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """This process's part ``[..., n]`` of ``[..., n · T]``, which all have; the gradient of the whole is gathered."""
-    return _applied(_OwnPart, whole, group)
-
-
-def _is_followed(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _applied(function: type[torch.autograd.Function], tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    return cast("Callable[..., torch.Tensor]", function.apply)(tensor, group)
-
-
-def _sum(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum in a tensor of its own: what was given may be kept for the backward pass, or be somebody else's."""
-    total = own.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+def _same(given: torch.Tensor, group: Group) -> torch.Tensor:
+    return given.view_as(given)
 
 
 def _join(own: torch.Tensor, group: Group) -> torch.Tensor:
@@ -67,44 +37,10 @@ def _cut(whole: torch.Tensor, group: Group) -> torch.Tensor:
     return whole.narrow(-1, dist.get_rank(group) * width, width).contiguous()
 
 
-class _Entered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(upstream, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Group) -> torch.Tensor:
-        return _sum(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return upstream, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _join(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _cut(upstream, ctx.group), None
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _cut(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _join(upstream, ctx.group), None
+_entered = two_way(_same, sum_over)
+summed = two_way(sum_over, _same)
+"""The sum over processes, with which all compute the same: its gradient is that of each addend."""
+gathered = two_way(_join, _cut)
+"""All processes' parts ``[..., n]`` as ``[..., n · T]``, with which all compute the same."""
+own_part = two_way(_cut, _join)
+"""This process's part ``[..., n]`` of ``[..., n · T]``, which all have; the gradient of the whole is gathered."""

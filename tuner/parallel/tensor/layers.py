@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from tuner.model.table import LookedUp
-from tuner.parallel.tensor.collectives import Group, entered, gathered, own_part, summed
+from tuner.parallel.exchange import Group
+from tuner.parallel.tensor.collectives import entered, gathered, own_part, summed
 
 
 class SharedInput:

@@ -54,11 +54,8 @@ of a whole input of which each process takes its own; ``repeated``, whole on eac
 needs; a norm over each head, of which a process sees its own heads; and a norm over all heads, which are gathered."""
 
 _STYLES: Mapping[str, SplitWay] = {
-    "colwise": "columns",
-    "rowwise": "rows",
-    "colwise_gather_output": "columns_gathered",
-    "rowwise_split_input": "rows_of_own",
-    "replicated_with_grad_allreduce": "partial_norm",
+    "colwise": "columns", "rowwise": "rows", "colwise_gather_output": "columns_gathered",
+    "rowwise_split_input": "rows_of_own", "replicated_with_grad_allreduce": "partial_norm",
 }
 _LINEAR = ("columns", "rows", "columns_gathered", "rows_of_own")
 _BY_HEADS = frozenset({"q_proj", "k_proj", "v_proj", "query_key_value"})

@@ -22,21 +22,10 @@ from tuner.model.root import CausalLM
 from tuner.model.table import is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
+from tuner.parallel.exchange import Group
 from tuner.parallel.lookup import in_parts
-from tuner.parallel.tensor.collectives import Group, entered
-from tuner.parallel.tensor.layers import (
-    Columns,
-    GatheredColumns,
-    OwnDropout,
-    OwnRows,
-    RowParallel,
-    RowsOfOwn,
-    SharedInput,
-    gather_heads,
-    held,
-    own_weight,
-    repeat_heads,
-)
+from tuner.parallel.tensor import layers
+from tuner.parallel.tensor.collectives import entered
 from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
 from tuner.runtime.parts import local
@@ -68,30 +57,29 @@ class _Splitter:
 
     def split(self, part: LayerSplit) -> None:
         """Give the layers of a part their forwards, and note what becomes of their parameters."""
-        enter = SharedInput(self.group)
+        enter = layers.SharedInput(self.group)
         enter.clear_after(part.module)
         for name, way in part.ways.items():
             layer = getattr(part.module, name)
             if way == "repeated":
-                repeat_heads(layer, self._own_heads(name, part), enter)
+                layers.repeat_heads(layer, self._own_heads(name, part), enter)
                 self.partial.append(layer)
                 if hasattr(part.module, "num_key_value_groups"):  # read by a class that attends by itself
                     vars(part.module)["num_key_value_groups"] = self._heads_of("q_proj", part) // self.group.size()
             elif way == "gathered_norm":
-                gather_heads(layer, self.group)
+                layers.gather_heads(layer, self.group)
             elif way != "partial_norm":
                 self._split_linear(layer, way, enter)
             elif part.named("columns"):
                 self.partial.append(layer)
 
-    def _split_linear(self, layer: Any, way: SplitWay, enter: SharedInput) -> None:
+    def _split_linear(self, layer: Any, way: SplitWay, enter: layers.SharedInput) -> None:
         adapted = hasattr(layer, "get_base_layer")
         base, group = layer.get_base_layer() if adapted else layer, self.group
         forwards: dict[SplitWay, Callable[..., Any]] = {
-            "columns": Columns(base, enter),
-            "rows": RowParallel(base, group),
-            "columns_gathered": GatheredColumns(base, enter, group),
-            "rows_of_own": RowsOfOwn(base, group),
+            "columns": layers.Columns(base, enter), "rows": layers.RowParallel(base, group),
+            "columns_gathered": layers.GatheredColumns(base, enter, group),
+            "rows_of_own": layers.RowsOfOwn(base, group),
         }
         wrap(base, Wrapper.SPLIT, forwards[way])
         by_outputs = way in ("columns", "columns_gathered")
@@ -117,7 +105,7 @@ class _Splitter:
         embedding = root.model.get_input_embeddings()
         table: Any = embedding.base_layer if isinstance(embedding, TrainableTokens) else embedding
         if is_plain(table):
-            wrap(table, Wrapper.SPLIT, OwnRows(table, self.group))
+            wrap(table, Wrapper.SPLIT, layers.OwnRows(table, self.group))
             if not isinstance(table.weight, DTensor):
                 self._dims[table.weight] = 0
 
@@ -156,13 +144,13 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
     """Have an adapted layer of peft's, whose base computes in one of the ways, add its adapter so, in place."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     if way == "columns":
-        wrap(up, Wrapper.SPLIT, Columns(up, lambda given: entered(given, group)))
+        wrap(up, Wrapper.SPLIT, layers.Columns(up, lambda given: entered(given, group)))
         if takes_product(layer, ADAPTER):
             wrap(layer, Wrapper.SPLIT, MethodType(_columns_forward, layer))
     elif way == "rows":
-        wrap(down, Wrapper.SPLIT, RowParallel(down, group))
+        wrap(down, Wrapper.SPLIT, layers.RowParallel(down, group))
         if not isinstance(dropout := layer.lora_dropout[ADAPTER], nn.Identity):
-            layer.lora_dropout[ADAPTER] = OwnDropout(dropout.p, group)
+            layer.lora_dropout[ADAPTER] = layers.OwnDropout(dropout.p, group)
     if layer.lora_magnitude_vector:
         vector = layer.lora_magnitude_vector[ADAPTER]
         wrap(vector, Wrapper.SPLIT, Lengths(vector, way, group))
@@ -183,7 +171,7 @@ def _columns_forward(layer: Any, source: torch.Tensor, *args: Any, **options: An
     """As :func:`tuner.model.adaptable.add_in_product` has it, with this process's rows of B."""
 
     def own_rows(up: Any, inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return up.forward.enter(inner), own_weight(up)
+        return up.forward.enter(inner), layers.own_weight(up)
 
     return added_in_product(layer, own_rows, source, *args, **options)
 
@@ -206,9 +194,9 @@ class Lengths:
         adapter_name: str = ADAPTER,
     ) -> torch.Tensor:
         """What is added to the base's result, as in peft's ``DoraLinearLayer``: m / |W + s·B·A| of both products."""
-        factor = own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)
+        factor = layers.own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)
         base: torch.Tensor = base_layer(x) if base_result is None else base_result
-        if (bias := held(base_layer.bias)) is not None:
+        if (bias := layers.held(base_layer.bias)) is not None:
             base = base - bias
         added: torch.Tensor = lora_B(lora_A(x)) * scaling
         return (factor - 1) * base + factor * added
@@ -216,7 +204,7 @@ class Lengths:
     @torch.no_grad()
     def _lengths(self, base: Any, down: Any, up: Any, scaling: float, dtype: torch.dtype) -> torch.Tensor:
         """Lengths of the rows that this process hands on: all of them, or where it has some outputs, its own."""
-        weight, a, b = own_weight(base).to(dtype), own_weight(down), own_weight(up)
+        weight, a, b = layers.own_weight(base).to(dtype), layers.own_weight(down), layers.own_weight(up)
         size, rank = self._group.size(), self._group.rank()
         if self._way == "rows_of_own":
             a = a.chunk(size, 1)[rank]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,7 +12,7 @@ from tuner.errors import TunerError
 from tuner.run.parts.part import Part, Preflight
 from tuner.runtime import startup
 from tuner.runtime.environment import versions
-from tuner.runtime.files import keep_json, read_json
+from tuner.runtime.files import hash_of, keep_json, read_json
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.resolve import Resolved
 from tuner.setup.specs import step_sections
@@ -83,8 +81,7 @@ def _kept(
     from tuner.model.fastest import Fastest
 
     same = {"device": resolved.facts.name, "deterministic": resolved.numerics.deterministic, "versions": versions()}
-    key = hashlib.sha256(json.dumps({what: {**same, **shapes}}, sort_keys=True).encode()).hexdigest()[:32]
-    path = ready.spec.cache_dir / KERNELS / f"{key}.json"
+    path = ready.spec.cache_dir / KERNELS / f"{hash_of({what: {**same, **shapes}}, 32)}.json"
     with suppress(TunerError, TypeError):
         return Fastest(**read_json(path))
     with ready.before.console.doing(f"measuring whose {what} is the fastest"):

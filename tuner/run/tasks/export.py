@@ -24,7 +24,7 @@ from tuner.rundir.exports import is_export, link_latest, newest_export, prune_ex
 from tuner.rundir.keep import CheckpointHold
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
-from tuner.runtime.files import gib, machine_error
+from tuner.runtime.files import gib, machine_errors
 from tuner.train.plan import Cadence
 from tuner.train.tasks import Event, Request, TakenStep, Task
 
@@ -157,10 +157,8 @@ class Exporter:
         self._jobs.append((process, future))
 
     def _export(self, process: ExportProcess) -> None:
-        try:
+        with machine_errors(self.exports):
             self.exports.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise machine_error(self.exports, error) from error
         sweep_unfinished(self.exports, "step-")
         figures = process.run()
         link_latest(self.exports, process.output.name)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tuner.checkpoint.manifest import step_name
 from tuner.config.duration import is_among
 from tuner.config.recipe import ProberSection
 from tuner.errors import counted
 from tuner.model.freeze import select_modules
+from tuner.model.outputs import outputs_seen
 from tuner.parallel.layouts import whole
 from tuner.rundir.layout import PROBER
 from tuner.runtime import phase
@@ -89,16 +89,13 @@ class Recording:
         self.seen: set[str] = set()
         self._modules, self._gradients, self._is_main = modules, gradients, is_main
         self._first_rows = first_rows
-        self._part, self._micro = "", -1
+        self._micro = -1
         self._calls: Counter[str] = Counter()
 
     @contextmanager
     def of_a_step(self) -> Iterator[None]:
         """Hooks on the modules, and an eye on the parts of the step."""
-        with ExitStack() as stack:
-            for name, module in self._modules.items():
-                stack.callback(module.register_forward_hook(self._hook(name)).remove)
-            stack.enter_context(phase.observed(self._enter))
+        with outputs_seen(self._modules.items(), self._see), phase.observed(self._enter):
             yield
 
     def _enter(self, part: str) -> None:
@@ -107,28 +104,18 @@ class Recording:
             self._calls.clear()
         elif part == "optimizer" and self._gradients:
             self._keep_gradients()
-        self._part = part
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = first_tensor(output)
-            if self._part != "forward" or tensor is None:  # in the backward pass layers are computed again
-                return
-            self.seen.add(name)
-            call = self._calls[name]
-            self._calls[name] += 1
-            key = f"micro-{self._micro}/{name}/output" + (f".{call}" if call else "")
-            self.tensors[key] = _on_host(tensor)
-            if self._gradients and tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(key.replace("/output", "/output_grad")))
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        self.seen.add(name)
+        call = self._calls[name]
+        self._calls[name] += 1
+        key = f"micro-{self._micro}/{name}/output" + (f".{call}" if call else "")
+        self._keep(key, tensor)
+        if self._gradients and tensor.requires_grad:
+            tensor.register_hook(partial(self._keep, key.replace("/output", "/output_grad")))
 
-        return after
-
-    def _gradient_hook(self, key: str) -> Callable[[torch.Tensor], None]:
-        def after(gradient: torch.Tensor) -> None:
-            self.tensors[key] = _on_host(gradient)
-
-        return after
+    def _keep(self, key: str, tensor: torch.Tensor) -> None:
+        self.tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
 
     def _keep_gradients(self) -> None:
         """Those of the modules' own parameters, whole on the first process. Collective where they are sharded."""
@@ -137,18 +124,6 @@ class Recording:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                found = whole(gradient) if isinstance(gradient, DTensor) else gradient
+                found = whole(gradient)
                 if self._is_main:
-                    self.tensors[f"gradients/{name}.{own}"] = _on_host(found[: self._first_rows])
-
-
-def first_tensor(output: Any) -> torch.Tensor | None:
-    """The first floating tensor of what a module gave: itself, or the first of a tuple or mapping."""
-    if isinstance(output, torch.Tensor):
-        return output if output.is_floating_point() else None
-    items = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else ()
-    return next((item for item in items if isinstance(item, torch.Tensor) and item.is_floating_point()), None)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+                    self._keep(f"gradients/{name}.{own}", found[: self._first_rows])

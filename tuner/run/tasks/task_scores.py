@@ -14,7 +14,7 @@ from tuner.evals.task import ScoredTask, TaskScore
 from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import EVALUATIONS
 from tuner.runtime.console import Console
-from tuner.runtime.files import machine_error
+from tuner.runtime.files import machine_errors
 from tuner.runtime.process import Collective, gloo_group
 
 SHOWN = 2
@@ -73,12 +73,10 @@ class TaskScores:
 
 def write_scores(directory: Path, scores: Sequence[TaskScore]) -> None:
     """Write the results of the items of each task to a file of its name. Raises MachineError."""
-    try:
+    with machine_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for score in scores:
             write_results(directory / f"{score.name}.jsonl", score.results)
-    except OSError as error:
-        raise machine_error(directory, error) from error
 
 
 def say_scores(console: Console, scores: Sequence[TaskScore], seconds: float) -> None:

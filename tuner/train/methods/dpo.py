@@ -35,82 +35,48 @@ from torch.nn.functional import logsigmoid
 from tuner.config.methods import DpoLoss, DpoMethod
 from tuner.data.batches import Batch
 from tuner.model.output_layer import OutputLayer
+from tuner.train.methods import preference
 from tuner.train.methods.method import Sum, Terms
-from tuner.train.methods.preference import (
-    MARGIN,
-    REFERENCE,
-    PairMethod,
-    Pairs,
-    answers,
-    chosen_cross_entropy,
-    pair_figures,
-    require_margins,
-    with_zeros,
-)
 
-PairLoss = Callable[[Pairs, DpoMethod], torch.Tensor]
+PairLoss = Callable[[preference.Pairs, DpoMethod], torch.Tensor]
 """From the log-ratios of the answers to the loss of each pair, ``[pairs]``."""
 
 
-def _sigmoid(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+def _sigmoid(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     wrong, x = section.label_smoothing, section.beta * ratios.difference - ratios.margin
     return -(1 - wrong) * logsigmoid(x) - wrong * logsigmoid(-x)
 
 
-def _robust(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+def _robust(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     wrong, x = section.label_smoothing, section.beta * ratios.difference - ratios.margin
     return (wrong * logsigmoid(-x) - (1 - wrong) * logsigmoid(x)) / (1 - 2 * wrong)
 
 
-def _hinge(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.relu(1 + ratios.margin - section.beta * ratios.difference)
-
-
-def _ipo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return (ratios.per_token.difference - 1 / (2 * section.beta)) ** 2
-
-
-def _sigmoid_norm(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return -logsigmoid(section.beta * ratios.per_token.difference)
-
-
-def _apo_zero(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.sigmoid(-section.beta * ratios.chosen) + torch.sigmoid(section.beta * ratios.rejected)
-
-
-def _apo_down(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return torch.sigmoid(section.beta * ratios.chosen) + torch.sigmoid(-section.beta * ratios.difference)
-
-
-def _sppo(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+def _sppo(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     half = 1 / (2 * section.beta)
     return (ratios.chosen - half) ** 2 + (ratios.rejected + half) ** 2
 
 
-def _nca(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
+def _nca(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     chosen, rejected = section.beta * ratios.chosen, section.beta * ratios.rejected
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
-def _bco(ratios: Pairs, section: DpoMethod) -> torch.Tensor:
-    return -logsigmoid(section.beta * ratios.chosen) - logsigmoid(-section.beta * ratios.rejected)
-
-
 LOSSES: Mapping[DpoLoss, PairLoss] = {
     "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
+    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2,
     "robust": _robust,
-    "sigmoid_norm": _sigmoid_norm,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "sigmoid_norm": lambda ratios, of: -logsigmoid(of.beta * ratios.per_token.difference),
+    "apo_zero": lambda ratios, of: torch.sigmoid(-of.beta * ratios.chosen) + torch.sigmoid(of.beta * ratios.rejected),
+    "apo_down": lambda ratios, of: torch.sigmoid(of.beta * ratios.chosen) + torch.sigmoid(-of.beta * ratios.difference),
     "sppo": _sppo,
     "nca": _nca,
-    "bco": _bco,
+    "bco": lambda ratios, of: -logsigmoid(of.beta * ratios.chosen) - logsigmoid(-of.beta * ratios.rejected),
 }
 
 
-class Dpo(PairMethod):
+class Dpo(preference.PairMethod):
     """The mean over pairs of their losses, each times its weight, and one over the tokens of chosen answers."""
 
     def __init__(self, section: DpoMethod) -> None:
@@ -121,27 +87,28 @@ class Dpo(PairMethod):
     def made_up(self, batch: Batch) -> Batch:
         """With margins of 0 where they are wanted."""
         filled = super().made_up(batch)
-        return filled if self._section.margin == "none" else with_zeros(filled, MARGIN)
+        return filled if self._section.margin == "none" else preference.with_zeros(filled, preference.MARGIN)
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """Those of answers. Raises DataError where margins are wanted and rows have none."""
         if self._section.margin == "rows":
-            require_margins(batch)
+            preference.require_margins(batch)
         return super().columns(batch)
 
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
         """The losses, and the figures of the implicit rewards."""
-        section, log_p, reference = self._section, answers(hidden, head, targets, columns), columns[REFERENCE]
+        section, reference = self._section, columns[preference.REFERENCE]
+        log_p = preference.answers(hidden, head, targets, columns)
         ratios = log_p._replace(chosen=log_p.chosen - reference[::2], rejected=log_p.rejected - reference[1::2])
         if section.margin == "rows":
-            ratios = ratios._replace(margin=columns[MARGIN][::2])
+            ratios = ratios._replace(margin=columns[preference.MARGIN][::2])
         losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
         if section.sft_weight:
-            losses.append(chosen_cross_entropy(log_p, section.sft_weight))
+            losses.append(preference.chosen_cross_entropy(log_p, section.sft_weight))
         rewards = ratios.detached.times(section.beta)
-        return Terms(dict(zip(section.losses, losses, strict=True)), pair_figures(rewards, log_p))
+        return Terms(dict(zip(section.losses, losses, strict=True)), preference.pair_figures(rewards, log_p))
 
 
 build = Dpo

@@ -49,7 +49,7 @@ class Kto(AnswerMethod):
         """Documents, those of each label, and mismatched ones."""
         labels = batches.columns.get(LABEL, np.empty(0, np.bool_))
         desirable = int(np.count_nonzero(labels))
-        counts = {"documents": batches.documents, "mismatched": batches.mismatched_documents}
+        counts = {"documents": batches.documents, "mismatched": batches.documents if batches.mismatched else 0}
         return counts | {"desirable": desirable, "undesirable": batches.documents - desirable}
 
     def made_up(self, batch: Batch) -> Batch:

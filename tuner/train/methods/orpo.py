@@ -47,8 +47,7 @@ class Orpo(PairMethod):
         ratios = log_odds(average.chosen) - log_odds(average.rejected)
         rewards = average.detached.times(self._beta)
         losses = {
-            "sft": chosen_cross_entropy(log_p, 1.0),
-            "odds_ratio": Sum(-self._beta * logsigmoid(ratios).sum(), "pairs"),
+            "sft": chosen_cross_entropy(log_p, 1.0), "odds_ratio": Sum(-self._beta * logsigmoid(ratios).sum(), "pairs")
         }
         return Terms(losses, pair_figures(rewards, log_p))
 

@@ -140,10 +140,8 @@ def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Su
     """Means over pairs of rewards ``[pairs]``, of their difference, and of how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
-        "reward_chosen": Sum(chosen.sum(), "pairs"),
-        "reward_rejected": Sum(rejected.sum(), "pairs"),
-        "margin": Sum((chosen - rejected).sum(), "pairs"),
-        "accuracy": Sum((chosen > rejected).sum(), "pairs"),
+        "reward_chosen": Sum(chosen.sum(), "pairs"), "reward_rejected": Sum(rejected.sum(), "pairs"),
+        "margin": Sum((chosen - rejected).sum(), "pairs"), "accuracy": Sum((chosen > rejected).sum(), "pairs"),
     }
 
 

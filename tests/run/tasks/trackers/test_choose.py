@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.recipe import LoggingSection, Tracker
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
@@ -43,17 +44,7 @@ class Server:
         pass
 
 
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        (None, [5, 6]),
-        ({"train": 4, "eval": 0}, [5, 6]),
-        ({"train": 5, "eval": 0}, [6]),
-        ({"train": 2, "eval": 0}, [3, 4, 5, 6]),
-        ({"train": 2}, [3, 4, 5, 6]),
-        ({}, [0, 1, 2, 3, 4, 5, 6]),
-    ],
-)
+@pytest.mark.parametrize(("held", "expected"), cases(__file__, "a_run_goes_on_from_what_the_tracker_has"))
 def test_a_run_goes_on_from_what_the_tracker_has(
     held: dict[str, int] | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +140,8 @@ def test_wandb_without_a_key_is_refused_and_never_asks(tmp_path: Path, monkeypat
 def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    run = TrackedRun(tmp_path / "run", "abc", "r", "demo", (), {"name": "r", "seed": 1}, 0)
+    facts = RunFacts(tmp_path / "run", "abc", 2, {"name": "r", "seed": 1}, 0)
+    run = TrackedRun(facts, LoggingSection(project="demo"))
     tracker = TRACKERS["mlflow"].open(run, None)
     assert tracker.held() == {}
     tracker.send([TrackedPoint("train", step, {"train/tokens": step * 10.0}, 0.0) for step in (1, 2)])

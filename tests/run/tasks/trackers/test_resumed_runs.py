@@ -48,8 +48,7 @@ def python(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed at step 11, saved at step 8, and resumed to its end, with all trackers on."""
-    directory = tmp_path_factory.mktemp("tracked")
-    trainings.prepare(directory, 1)
+    directory = trainings.prepare(tmp_path_factory.mktemp("tracked"), 1)
     words = ["train", "r.yaml", "--logging.trackers", f"[{', '.join(INSTALLED)}]", "--logging.tags", "[first, second]"]
     words += ["--logging.project", "demo", "--data.eval", "9 documents", "--eval.samples", "0", "--eval.every", "never"]
     words += ["--logging.group", "both", "--train.duration", "18 steps"]

@@ -101,21 +101,11 @@ class TrackerHook:
             self.outbox.close(report.status)
 
     def _open(self, report: Report) -> Outbox:
-        first_new_step = report.from_step + 1 if report.from_step else 0
-        run = TrackedRun(
-            report.run_dir,
-            report.run_id,
-            str(report.recipe["name"]),
-            self.logging.project,
-            self.logging.tags,
-            report.recipe,
-            first_new_step,
-            self.logging.group,
-        )
+        run = TrackedRun(report, self.logging)
         memory = Memory(report.run_dir / TRACKERS_DIR / f"{self.name}.json")
         known_id, sent = memory.read()
         if TRACKERS[self.name].takes_back:
-            sent = {kind: min(step, first_new_step - 1) for kind, step in sent.items()}
+            sent = {kind: min(step, run.first_new_step - 1) for kind, step in sent.items()}
         tracker = TRACKERS[self.name].open(run, known_id)
         held = tracker.held()
         if held is not None:

@@ -30,7 +30,7 @@ class Mlflow:
     def __init__(self, run: TrackedRun, known_id: str | None) -> None:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        self.place = tracking_uri(run.run_dir)
+        self.place = tracking_uri(run.facts.run_dir)
         self._client = MlflowClient(self.place)
         if known_id is None:
             self.id = self._create(run)
@@ -58,17 +58,17 @@ class Mlflow:
         self._client.set_terminated(self.id, STATUS[status])
 
     def _create(self, run: TrackedRun) -> str:
-        found = self._client.get_experiment_by_name(run.project)
+        found = self._client.get_experiment_by_name(run.logging.project)
         if found is not None:
             experiment = found.experiment_id
         else:
-            local = None if "MLFLOW_TRACKING_URI" in os.environ else (run.run_dir.parent / "mlartifacts").as_uri()
-            experiment = self._client.create_experiment(run.project, artifact_location=local)
-        tags = {"tuner.run_id": run.run_id, "tuner.tags": ", ".join(run.tags)}
-        tags |= {} if run.group is None else {"tuner.group": run.group}
+            local = None if "MLFLOW_TRACKING_URI" in os.environ else (run.facts.run_dir.parent / "mlartifacts").as_uri()
+            experiment = self._client.create_experiment(run.logging.project, artifact_location=local)
+        tags = {"tuner.run_id": run.facts.run_id, "tuner.tags": ", ".join(run.logging.tags)}
+        tags |= {} if run.logging.group is None else {"tuner.group": run.logging.group}
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         id_ = str(created.info.run_id)
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flatten(run.recipe).items()]
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flatten(run.facts.recipe).items()]
         for start in range(0, len(params), CALL_PARAMS):
             self._client.log_batch(id_, params=params[start : start + CALL_PARAMS])
         return id_

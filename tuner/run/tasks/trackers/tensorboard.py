@@ -14,7 +14,7 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun, known_id: str | None) -> None:
         self.id = "tensorboard"
-        self.place = str(run.run_dir / self.id)
+        self.place = str(run.facts.run_dir / self.id)
         self._writer = EventFileWriter(self.place)
         if known_id is not None:
             # Readers drop what earlier launches wrote of these steps: they are taken again.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tuner.config.recipe import LoggingSection
+from tuner.run.tasks.hooks import RunFacts
 from tuner.rundir.records import Records
 
 
@@ -21,18 +23,20 @@ class TrackedPoint:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as trackers name it."""
+    """The run as trackers name it, and what the recipe says of them."""
 
-    run_dir: Path
-    run_id: str
-    name: str
-    project: str
-    tags: tuple[str, ...]
-    recipe: Mapping[str, Any]
-    first_new_step: int
-    """Steps from here on are taken, and sent, again by this launch: 0 from the start, else the resumed step + 1."""
-    group: str | None = None
-    """What it is shown with."""
+    facts: RunFacts
+    logging: LoggingSection
+
+    @property
+    def name(self) -> str:
+        """What it is shown as."""
+        return str(self.facts.recipe["name"])
+
+    @property
+    def first_new_step(self) -> int:
+        """Steps from here on are taken, and sent, again by this launch: 0 from the start, else the resumed step + 1."""
+        return self.facts.from_step + 1 if self.facts.from_step else 0
 
 
 class Tracker(Protocol):

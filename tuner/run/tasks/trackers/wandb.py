@@ -16,16 +16,16 @@ class Wandb:
     """A tracker whose run has the id of ours."""
 
     def __init__(self, run: TrackedRun, known_id: str | None) -> None:
-        self.id = known_id or run.run_id
+        self.id = known_id or run.facts.run_id
         settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=FLUSH_S)
         opened = wandb.init(
-            project=run.project,
+            project=run.logging.project,
             id=self.id,
             name=run.name,
-            group=run.group,
-            tags=list(run.tags),
-            config=dict(run.recipe),
-            dir=str(run.run_dir),
+            group=run.logging.group,
+            tags=list(run.logging.tags),
+            config=dict(run.facts.recipe),
+            dir=str(run.facts.run_dir),
             resume="allow",
             settings=settings,
         )
@@ -33,7 +33,7 @@ class Wandb:
         opened.define_metric("step")
         opened.define_metric("*", step_metric="step")
         self._run = opened
-        self.place = opened.url or str(run.run_dir / "wandb")
+        self.place = opened.url or str(run.facts.run_dir / "wandb")
 
     def held(self) -> Mapping[str, int] | None:
         """The step that the server has of a resumed run; offline nobody can say."""
