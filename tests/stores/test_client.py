@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from base64 import b64encode
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.fixtures.store_proxy import Answer, proxied
-from tests.fixtures.store_servers import Server, serving
+from tests.fixtures.store_proxy import Answer, Request, forward, proxied
+from tests.fixtures.store_servers import BUCKET, Server, serving
 from tests.stores.conftest import contents, filled
 from tuner.errors import ExitCode, MachineError
 from tuner.stores import client, upload
@@ -93,6 +96,41 @@ def test_few_parts_are_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert file is not None
     put_files(SimpleNamespace(put=put), [file])  # type: ignore[arg-type]
     assert (done, most <= upload.IN_FLIGHT + 1) == (100, True)
+
+
+@pytest.mark.parametrize("asked", [{}, {"AWS_CHECKSUM_ALGORITHM": "sha256"}])
+def test_a_body_goes_with_a_checksum(monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    sent: list[dict[str, str]] = []
+
+    def record(_: int, request: Request) -> Answer:
+        sent.append({name.lower(): value for name, value in request.headers.items()})
+        return Answer(200, [("ETag", '"1"')], b"")
+
+    with proxied(1, lambda _: None, record) as proxy:
+        away(proxy.port, monkeypatch)
+        Client.connect("s3://bucket/x").put("key", b"123456789")
+    kind, value = ("sha256", None) if asked else ("crc64nvme", b64encode(0xAE8B14860A799888.to_bytes(8)).decode())
+    assert sent[0]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD" and "authorization" in sent[0]
+    assert sent[0][f"x-amz-checksum-{kind}"] == (value or b64encode(sha256(b"123456789").digest()).decode())
+
+
+@pytest.mark.slow
+def test_bytes_that_a_line_changed_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    changed = iter([True, True, False])
+
+    def send(port: int, request: Request) -> Answer:
+        return forward(port, replace(request, body=b"other") if request.kind == "put" and next(changed) else request)
+
+    with serving("s3", tmp_path) as server, proxied(server.port, lambda _: None, send) as proxy:
+        away(proxy.port, monkeypatch)
+        there = Client.connect(f"s3://{BUCKET}/x")
+        for _ in range(2):
+            with pytest.raises(MachineError, match="BadDigest"):
+                there.put("key", b"bytes")
+        there.put("key", b"bytes")
+        assert there.part("key", 0, 5) == b"bytes"
 
 
 @pytest.mark.slow
