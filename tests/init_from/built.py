@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.model.tiny import family_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.config.recipe import Recipe
-from tuner.init_from.plan import InitPlan
+from tuner.init_from.match import InitPlan
 from tuner.model.build import model_config
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo

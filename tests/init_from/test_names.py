@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fixtures import tables
-from tuner.init_from.names import brief, fits, nearest, renamed
+from tuner.init_from.match import brief, fits, nearest, renamed
 
 PARTS = st.lists(st.text("abc_", min_size=1, max_size=4), min_size=1, max_size=4).map(".".join)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.init_from.built import planned_for, recipe_of, rewrite, write_family, write_peft
 from tests.init_from.test_given import FOREIGN, foreign
-from tuner.init_from.report import report, summary
+from tuner.init_from.give import report, summary
 
 REPORT = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
 SUMMARY = """\

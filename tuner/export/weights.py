@@ -18,8 +18,8 @@ from tuner.export.quantized import published_codes, quantize_spec, quantized_bas
 from tuner.export.source import ExportSource
 from tuner.export.tensors import mean_of
 from tuner.init_from.give import give_frozen
+from tuner.init_from.sources import pinned, versions_in
 from tuner.init_from.target import target_of
-from tuner.init_from.versions import pinned, versions_in
 from tuner.model import transformers_private
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
 from tuner.model.freeze import select
