@@ -24,8 +24,7 @@ from tuner.model.build import ModelSpec, build_model, has_score
 from tuner.model.freeze import frozen_hash
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.quantize.codes import Kind
-from tuner.model.quantize.layers import QuantizeSpec
-from tuner.model.quantize.reading import ReadingQuantizer
+from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.runtime.files import file_entries

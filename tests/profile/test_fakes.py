@@ -8,8 +8,8 @@ import pytest
 
 from tests.profile.test_predict import predicted, wish
 from tuner.model import tiles
-from tuner.model.quantize import product
-from tuner.model.quantize.rows import fill
+from tuner.model.quantize import linear
+from tuner.model.quantize.linear import fill
 from tuner.profile import fakes
 from tuner.profile.prediction import Prediction
 
@@ -58,9 +58,9 @@ def test_a_few_tiles_of_a_quantised_weight_need_what_all_of_them_need(
 ) -> None:
     config = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 64 * TILES}
     model = {"init": "random", "config": config, "quantize": "nf4"}
-    monkeypatch.setattr(product, "TILE_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})  # 64 rows or columns
+    monkeypatch.setattr(linear, "TILE_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})  # 64 rows or columns
     made: Counter[str] = Counter()
-    monkeypatch.setattr(product, "fill", lambda *given: made.update([given[0].device.type]) or fill(*given))
+    monkeypatch.setattr(linear, "fill", lambda *given: made.update([given[0].device.type]) or fill(*given))
     recipe = wish(tmp_path, model=model, train={"precision": "bf16"}, **LORA)
     few, those = predicted(recipe, device), made.total()
     monkeypatch.setattr(fakes, "TILES", TILES)

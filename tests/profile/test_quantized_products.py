@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tuner.model.quantize import product
+from tuner.model.quantize import linear
 from tuner.model.quantize.codes import Kind, code_columns, code_type
-from tuner.model.quantize.product import quantized_linear, tiles
+from tuner.model.quantize.linear import quantized_linear, tiles
 from tuner.profile.allocations import AllocationTracker
 from tuner.profile.fakes import cuda_stand_in, quiet_kernels
 
@@ -52,12 +52,12 @@ def predicted(kind: Kind, dtype: torch.dtype, native: bool, device: str = "cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("native", [False, True])
 def test_the_peak_on_a_cpu(kind: Kind, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(product.TILE_BYTES, "cpu", TILE)
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", TILE)
     assert predicted(kind, dtype, native) == pytest.approx(counted(kind, dtype, native), rel=0.01)
 
 
 def test_the_peak_on_a_gpu_is_one_tile_besides_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(product.TILE_BYTES, "cuda", TILE)
+    monkeypatch.setitem(linear.TILE_BYTES, "cuda", TILE)
     largest = tiles(COLUMNS, 2 * OUT, "cuda")[0][1] * OUT
     with cuda_stand_in():
         assert predicted("nf4", torch.bfloat16, False, "cuda") == 2 * (largest + ROWS * COLUMNS + ROWS * OUT)

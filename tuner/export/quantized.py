@@ -13,9 +13,8 @@ from tuner.export.source import ExportSource
 from tuner.export.tensors import TensorSource, made_tensor, mapped_tensor
 from tuner.model.freeze import Content, content_of
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
-from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantized_layers
+from tuner.model.quantize.layers import PublishedCodes, QuantizeSpec, quantizable, quantized_layers
 from tuner.model.quantize.published import dequantized_as_stored, read
-from tuner.model.quantize.reading import PublishedCodes
 from tuner.model.vetting import holds_codes
 from tuner.rundir.same_base import require_same_quantizer
 

@@ -140,7 +140,7 @@ def adapted_products(
     for number, (base, up, (first, last)) in enumerate(zip(_bases(held, ups), ups, _ranks(ups), strict=True)):
         bias = biases[number] if biases else None
         if len(base) > 1:
-            from tuner.model.quantize.product import quantized_product  # few trainings have codes
+            from tuner.model.quantize.linear import quantized_product  # few trainings have codes
 
             result = quantized_product(source, base[0], base[1], bias, False)
         else:
@@ -173,7 +173,7 @@ def _backward(
     if wants_source:
         for number, (upstream, base) in enumerate(zip(upstreams, _bases(held, ups), strict=True)):
             if len(base) > 1:
-                from tuner.model.quantize.product import gradient_into
+                from tuner.model.quantize.linear import gradient_into
 
                 gradient_into(of_source, upstream, (base[0], base[1]), adds=number > 0)
             elif number:

@@ -44,7 +44,7 @@ _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 
 
 class BaseQuantizer(Protocol):
-    """What quantises linear layers of a base (:class:`~tuner.model.quantize.reading.ReadingQuantizer`)."""
+    """What quantises linear layers of a base (:class:`~tuner.model.quantize.layers.ReadingQuantizer`)."""
 
     @property
     def kind(self) -> "Kind":

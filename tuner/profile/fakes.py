@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tuner.model import offload, output_layer, tiles, triton_attention
-from tuner.model.quantize import product
+from tuner.model.quantize import linear
 from tuner.parallel import expert
 from tuner.parallel.fsdp import is_whole_along
 from tuner.runtime import host, torch_private
@@ -100,13 +100,13 @@ def few_tiles(standing_for: Callable[[int], None]) -> AbstractContextManager[obj
 
 def few_weight_tiles() -> AbstractContextManager[object]:
     """Within, of the tiles of a quantised weight the first few, of which one is the largest, and the last are made."""
-    every = product.tiles
+    every = linear.tiles
 
     def some(length: int, bytes_each: int, device: str) -> list[tuple[int, int]]:
         found = every(length, bytes_each, device)
         return [*found[:TILES], *found[TILES:][-1:]]
 
-    return patch.object(product, "tiles", some)
+    return patch.object(linear, "tiles", some)
 
 
 def enter_shards(tensors: Iterable[torch.Tensor], part: host.HostPart = "parameters") -> None:

@@ -255,7 +255,7 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     quantize = quantize_of(recipe)
     if quantize is None:
         return spec
-    from tuner.model.quantize.reading import ReadingQuantizer
+    from tuner.model.quantize.layers import ReadingQuantizer
 
     return replace(spec, quantize=ReadingQuantizer(quantize))
 

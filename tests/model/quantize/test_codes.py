@@ -8,22 +8,8 @@ from hypothesis import strategies as st
 
 from tests.model.quantize import drawn
 from tuner.errors import DataError, RecipeError
-from tuner.model.quantize import nf4
-from tuner.model.quantize.codes import (
-    BLOCK,
-    HUGE,
-    TINY,
-    TYPES,
-    Kind,
-    Quantized,
-    code_columns,
-    code_type,
-    dequantize,
-    kind_of,
-    quantize,
-    recipe_of,
-    scale_columns,
-)
+from tuner.model.quantize import codes as module
+from tuner.model.quantize.codes import BLOCK, HUGE, TINY, TYPES, Kind, Quantized, dequantize, quantize
 
 KINDS: tuple[Kind, Kind] = ("nf4", "int8")
 FURTHEST = {"nf4": (1 - 0.6961928009986877) / 2 * 1.0001, "int8": 0.5 / 127 * 1.0001}
@@ -47,7 +33,7 @@ def test_a_thousand_blocks_are_those_of_bitsandbytes(dtype: torch.dtype) -> None
 
 
 def test_the_nearest_of_the_16_values_and_of_two_the_lower() -> None:
-    table = nf4.values(torch.device("cpu"))
+    table = module.nf4_values(torch.device("cpu"))
     middles = (table[:-1].numpy() + table[1:].numpy()) / np.float32(2)
     above = np.nextafter(middles, np.float32(2), dtype=np.float32)
     row = torch.from_numpy(np.concatenate([table.numpy(), middles, above]))[None]
@@ -85,9 +71,10 @@ def test_values_are_near_in_every_block_of_every_shape(
     weight = ((torch.rand(rows, columns, generator=generator) * 2 - 1).double() * 2.0**power).to(dtype)
     weight = torch.where(weight.isfinite(), weight, 0)
     found = quantize(weight, kind)
-    assert found.codes.shape == (rows, code_columns(kind, columns)) and found.codes.dtype == code_type(kind)
-    assert found.scales.shape == (rows, scale_columns(columns)) and found.scales.dtype == torch.float32
-    assert found.kind == kind == kind_of(found.codes)
+    assert found.codes.shape == (rows, module.code_columns(kind, columns))
+    assert found.codes.dtype == module.code_type(kind)
+    assert found.scales.shape == (rows, module.scale_columns(columns)) and found.scales.dtype == torch.float32
+    assert found.kind == kind == module.kind_of(found.codes)
     assert same(quantize(weight, kind, native=True), found)
     largest = found.scales.repeat_interleave(BLOCK, 1)[:, :columns].double()
     apart = (back(found).double() - weight.double()).abs()
@@ -96,7 +83,7 @@ def test_values_are_near_in_every_block_of_every_shape(
         assert same(quantize(weight[row : row + 1], kind), Quantized(found.codes[[row]], found.scales[[row]], columns))
     whole = columns // BLOCK * BLOCK
     if whole:
-        cut = Quantized(found.codes[:, : code_columns(kind, whole)], found.scales[:, : whole // BLOCK], whole)
+        cut = Quantized(found.codes[:, : module.code_columns(kind, whole)], found.scales[:, : whole // BLOCK], whole)
         assert same(quantize(weight[:, :whole], kind), cut)
 
 
@@ -156,4 +143,4 @@ def test_what_is_no_weight_is_refused(weight: torch.Tensor) -> None:
 
 
 def test_the_recipe_of_the_quantiser() -> None:
-    assert recipe_of("nf4") == {"kind": "nf4", "block": 64, "scales": "float32", "version": 1}
+    assert module.recipe_of("nf4") == {"kind": "nf4", "block": 64, "scales": "float32", "version": 1}

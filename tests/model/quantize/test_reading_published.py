@@ -14,8 +14,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model, model_config
 from tuner.model.freeze import frozen_hash
-from tuner.model.quantize import nf4
-from tuner.model.quantize.codes import Kind, quantize
+from tuner.model.quantize.codes import Kind, nf4_values, quantize
 from tuner.model.quantize.layers import QuantizeSpec, quantized_layers
 
 ABOUT = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -48,7 +47,7 @@ def _parts(name: str, weight: torch.Tensor, about: dict[str, Any]) -> dict[str, 
     return {
         name: held.codes.reshape(-1, 1),
         f"{name}.absmax": held.scales.flatten(),
-        f"{name}.quant_map": nf4.values(torch.device("cpu")).clone(),
+        f"{name}.quant_map": nf4_values(torch.device("cpu")).clone(),
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
     }
 

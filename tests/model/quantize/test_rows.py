@@ -10,7 +10,7 @@ from tests.fixtures.commands import printed
 from tests.model.quantize import drawn
 from tuner.model.native import library
 from tuner.model.quantize.codes import Kind, dequantize, quantize
-from tuner.model.quantize.rows import dequantized
+from tuner.model.quantize.linear import dequantized
 
 KINDS: tuple[Kind, Kind] = ("nf4", "int8")
 IN_INTERPRETER = ((3, 2), (17, 65), (2, 191))
