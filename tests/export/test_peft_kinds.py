@@ -16,7 +16,7 @@ from tuner.errors import DataError, VerificationError
 from tuner.export import outputs
 from tuner.export.verify import last_logits
 from tuner.model.peft_kinds import PeftSpec, merged_weights
-from tuner.model.weight_files import vet_adapter
+from tuner.model.vetting import vet_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 

@@ -15,10 +15,17 @@ from tests.fixtures.packed import drawn_root, packed_inputs, random_ids
 from tests.model.tiny import family_config, family_model, tiny_config
 from tuner.errors import RecipeError
 from tuner.model import adapter as adapter_module
-from tuner.model.adapter import LoraSpec, adapter_off, add_lora, left_out_experts, lora_layers, tied_layers
+from tuner.model.adapter import (
+    LoraSpec,
+    adapter_off,
+    add_lora,
+    left_out_experts,
+    lora_layers,
+    taken_for_experts,
+    tied_layers,
+)
 from tuner.model.build import meta_model
 from tuner.model.freeze import freeze, frozen_hash
-from tuner.model.peft_names import taken_for_experts
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 

@@ -21,8 +21,7 @@ from tuner.generate import load_generator
 from tuner.init_from.sources import open_source
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.stored import index_names, stored_in
-from tuner.model.vetting import vet_config
-from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
+from tuner.model.vetting import vet_adapter, vet_config, vet_patterns, vet_weights
 from tuner.runtime.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -184,7 +183,7 @@ def test_a_config_of_half_a_gigabyte_is_not_read(tmp_path: Path, name: str) -> N
 def test_regular_expressions_of_an_adapter_end(
     tmp_path: Path, keys: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.model.weight_files._MATCH_S", 1)
+    monkeypatch.setattr("tuner.model.vetting._MATCH_S", 1)
     (tmp_path / "adapter_config.json").write_text(json.dumps(keys))
     with pytest.raises(DataError, match=re.escape(said)) if said else nullcontext():
         vet_patterns(tmp_path, ["layers.0.q_proj", "a" * 40 + "b"])

@@ -9,7 +9,7 @@ from torch import nn
 
 import tuner.parallel.values
 from tuner.errors import DataError
-from tuner.model.mapped import InFile
+from tuner.model.unread import InFile
 from tuner.parallel.values import READERS, FileBlocks
 
 file_blocks: Any = tuner.parallel.values

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import tuner.parallel.values
 from tests.fixtures.processes import run_ranks
 from tests.parallel.test_fsdp import tiny_model, whole
-from tuner.model.mapped import in_files, mapped, sampled
 from tuner.model.root import CausalLM
+from tuner.model.unread import in_files, mapped, sampled
 from tuner.parallel.fsdp import shard
 from tuner.parallel.mesh import DeviceMeshes, Mesh, MeshSpec
 from tuner.parallel.values import materialise

@@ -15,9 +15,9 @@ from tests.model.tiny import family_model, tiny_config
 from tests.parallel.test_fsdp import whole
 from tests.train.synthetic import recipe_for
 from tuner.model.attention import NATIVE
-from tuner.model.mapped import in_files
 from tuner.model.trainable import TrainableSpec
 from tuner.model.transformers_private import attention_of
+from tuner.model.unread import in_files
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo

@@ -29,8 +29,7 @@ from tuner.model.quantize.layers import ReadingQuantizer
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec, spec_of
 from tuner.model.transformers_private import kept_in_float32
-from tuner.model.vetting import vet_config
-from tuner.model.weight_files import vet_weights
+from tuner.model.vetting import vet_config, vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
 
 _ADAPTER: TypeAdapter[Adapter] = TypeAdapter(Adapter)

@@ -23,7 +23,7 @@ from tuner.config.recipe import InitFrom
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
-from tuner.model.weight_files import vet_adapter
+from tuner.model.vetting import vet_adapter
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import CHECKPOINTS, MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path

@@ -16,7 +16,7 @@ from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
 from tuner.model.root import CausalLM
 from tuner.model.row_layout import Route
-from tuner.model.weight_files import vet_weights
+from tuner.model.vetting import vet_weights
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.runtime import startup
