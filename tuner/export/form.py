@@ -24,8 +24,16 @@ from tuner.export.weights import read_config, some
 from tuner.export.write import CONFIG, write_config
 from tuner.model.build import decoder_of, head_layer, meta_model
 from tuner.model.multimodal import text_key, untouched
-from tuner.model.published import published, state_names
-from tuner.model.stored import WEIGHTS, elements, hash_of_all, hashes, stored_tensors, weights_directory
+from tuner.model.stored import (
+    WEIGHTS,
+    elements,
+    hash_of_all,
+    hashes,
+    published,
+    state_names,
+    stored_tensors,
+    weights_directory,
+)
 from tuner.model.transformers_private import file_places
 from tuner.runtime.files import json_bytes, read_json, write_new
 

@@ -27,8 +27,7 @@ from tuner.export.weights import base_model, frozen_dtype, some
 from tuner.model.build import is_part
 from tuner.model.freeze import Content, hash_of_frozen
 from tuner.model.multimodal import names_in_files
-from tuner.model.published import Published, assembled, published, state_names
-from tuner.model.stored import stored_tensors, weights_directory
+from tuner.model.stored import Published, assembled, published, state_names, stored_tensors, weights_directory
 from tuner.rundir.same_base import require_same_base
 
 

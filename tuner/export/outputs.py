@@ -32,7 +32,7 @@ from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.low_rank import ExpertsLowRank, LowRank
 from tuner.model.peft_kinds import PeftSpec, merged_weights
-from tuner.model.published import Published, converted, published
+from tuner.model.stored import Published, converted, published
 from tuner.model.tokens import trainable_tokens
 
 

@@ -39,7 +39,7 @@ from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn
 from tuner.model.experts import LORA_A, LORA_B
 from tuner.model.peft_kinds import PeftSpec, applied_weights
-from tuner.model.published import Published, published, state_names
+from tuner.model.stored import Published, published, state_names
 
 
 @dataclass(frozen=True)

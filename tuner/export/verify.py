@@ -26,7 +26,7 @@ from tuner.export.source import ExportSource
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.build import auto_model
-from tuner.model.published import state_names
+from tuner.model.stored import state_names
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
 from tuner.runtime.files import file_entries, gib, verify_entries
 from tuner.runtime.memory import host_memory

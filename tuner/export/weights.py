@@ -24,8 +24,8 @@ from tuner.model import transformers_private
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
 from tuner.model.freeze import select
 from tuner.model.own_class import register
-from tuner.model.published import state_names
 from tuner.model.quantize.layers import ReadingQuantizer
+from tuner.model.stored import state_names
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec, spec_of
 from tuner.model.transformers_private import kept_in_float32

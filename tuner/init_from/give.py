@@ -16,7 +16,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.init_from.match import KEY, Gift, InitPlan, Matched, brief, plan_of
 from tuner.init_from.target import InitTarget, TargetTensor, layers_of_new_rows, own_names
 from tuner.model.low_rank import LowRank
-from tuner.model.published import assembled, state_names
+from tuner.model.stored import assembled, state_names
 
 
 class Giver:

@@ -11,7 +11,7 @@ from tuner.errors import RecipeError
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, NEW_ROWS, plain_name
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import is_part
-from tuner.model.published import Published, published, state_names
+from tuner.model.stored import Published, published, state_names
 from tuner.model.tokens import trainable_tokens
 from tuner.model.trainable import TrainableSpec
 

@@ -7,7 +7,7 @@ plain model's: the same operations on the same numbers, with the same random num
 
 Compiling (torch.compile): layers one by one, so that one program serves all that are alike, for every packing.
 Embedding, output layer and loss stay as they are. Attention over documents is one opaque operation, and where documents
-lie is data to it.
+lie is data to it. Code that asks the device how much there is to do, or changes a weight, stays outside.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tuner.model.build import decoder_blocks, decoder_of
 from tuner.model.documents import Padding
 from tuner.model.flops import n_experts
 from tuner.model.freeze import select
-from tuner.model.outside import keep_outside
 from tuner.model.root import CausalLM
 from tuner.model.transformers_private import Recorded, note_recorded, take_recorders
 from tuner.model.wrap import Wrapper, wrap, wrappers_of
@@ -37,6 +36,7 @@ from tuner.runtime.torch_private import allow_notes_in_checkpoints, schema
 if TYPE_CHECKING:
     from tuner.model.offload import HostInputs
     from tuner.model.replay import Contexts
+
 
 # What routers say inside compiled layers, handed out as results of the layers.
 #
@@ -324,3 +324,42 @@ def _wrap(block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: 
         return instead(*args, **kwargs) if wanted(block) else forward(*args, **kwargs)
 
     wrap(block, kind, run)
+
+
+_ASKS = frozenset({"nonzero", "item"})
+_HANDS_ON = "tolist"
+_CHANGES = "clamp_"
+"""What Gemma 3n's layers do to a weight of theirs in each forward: for a program a change of what it is given."""
+
+
+def handing_on_counts(model: nn.Module) -> str | None:
+    """The class of a module whose forward makes Python's numbers of what the device computed; None: there is none."""
+    return next((type(one).__name__ for one in model.modules() if _HANDS_ON in _names(type(one).forward)), None)
+
+
+def is_in_parts(root: CausalLM) -> bool:
+    """Whether layers of a model are compiled in parts, with something that stays outside between them."""
+    recurrent = root.layout.mixers is not None and bool(root.layout.mixers.names)
+    modules = [module for block in decoder_blocks(root.model) for module in block.modules()]
+    return recurrent or any(next(_left_out(module), None) for module in modules)
+
+
+def keep_outside(block: nn.Module) -> None:
+    """Leave to the interpreter, in place, what asks the device how much there is to do, or changes a weight."""
+    for module in block.modules():
+        for name in list(_left_out(module)):
+            outside = torch.compiler.disable(getattr(module, name))
+            wrap(module, Wrapper.UNCOMPILED, outside) if name == "forward" else setattr(module, name, outside)
+
+
+def _left_out(module: nn.Module) -> Iterator[str]:
+    """The methods of a module that stay outside."""
+    if not _ASKS.isdisjoint(_names(type(module).forward)):
+        yield "forward"
+    yield from (name for name, method in vars(type(module)).items() if _CHANGES in _names(method))
+
+
+def _names(method: Any) -> tuple[str, ...]:
+    """What a method reads; of one that dispatches to grouped products, what the dispatch reads."""
+    code = getattr(method, "__code__", None)
+    return () if code is None else code.co_names

@@ -31,8 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from tuner.model.published import converted
-from tuner.model.stored import Stored
+from tuner.model.stored import Stored, converted
 from tuner.model.transformers_private import file_places, forget_renaming, keep_as_made, kept_in_float32
 from tuner.runtime.parts import Box
 

@@ -209,7 +209,7 @@ def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:
 
 
 def _is_in_parts(root: CausalLM) -> bool:
-    from tuner.model.outside import is_in_parts  # where layers are compiled
+    from tuner.model.blocks import is_in_parts  # where layers are compiled
 
     return is_in_parts(root)
 

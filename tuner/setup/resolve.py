@@ -410,7 +410,7 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_trit
 
 def _interpreted(recipe: Recipe, meta: PreTrainedModel) -> str | None:
     """Why layers would be left to the interpreter, or compiled in every step; None: neither."""
-    from tuner.model.outside import handing_on_counts  # where something is to be compiled
+    from tuner.model.blocks import handing_on_counts  # where something is to be compiled
 
     if sends_again(recipe):
         return "layers send tokens to their experts (parallel.expert), and are computed again (gradient_checkpointing)"
