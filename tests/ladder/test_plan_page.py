@@ -13,8 +13,7 @@ from tuner.errors import RecipeError
 from tuner.ladder.launch import PlannedRung
 from tuner.ladder.plan_page import MARK, PLAN, charts_of, check_output, write_plan
 from tuner.ladder.rungs import Rung, rungs_of
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import build_schedule
+from tuner.train.plan import build_schedule, plan_steps
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,7 @@ def test_the_rate_falls_between_the_marks() -> None:
 
     from tuner.config.duration import Duration
     from tuner.config.schedules import WsdPeriodsSchedule
-    from tuner.train.plan import plan_steps
-    from tuner.train.schedule import build_schedule
+    from tuner.train.plan import build_schedule, plan_steps
 
     found = step_plan(LadderSection(), 190_000_000, 524288)
     section = WsdPeriodsSchedule(

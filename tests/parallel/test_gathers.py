@@ -9,7 +9,7 @@ from torch import nn
 from tests.model.tiny import FAMILIES, VOCAB, family_model
 from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
-from tuner.parallel.gathers import SMALL, rounded_weights
+from tuner.parallel.fsdp import SMALL, rounded_weights
 
 
 def loss_and_gradients(root: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fixtures.processes import run_ranks
-from tuner.parallel.known_work import KnownProducts, wrong_collective
+from tuner.parallel.health import KnownProducts, wrong_collective
 from tuner.runtime.process import Collective, gloo_group
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_collectives_that_carry_something_else_are_named(fault: str, tmp_path: P
     }
 
     def work(rank: int) -> None:
-        from tuner.parallel import known_work
+        from tuner.parallel import health
 
         ranks = Collective(gloo_group())
         if rank == 0 and fault == "all_reduce":
@@ -62,13 +62,13 @@ def test_collectives_that_carry_something_else_are_named(fault: str, tmp_path: P
             dist.all_reduce = wrong_sum
         elif rank == 0 and fault != "none":
             name = "gather_parts" if fault == "gather" else "reduce_scatter_parts"
-            real_parts = getattr(known_work, name)
+            real_parts = getattr(health, name)
 
             def wrong_parts(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
                 real_parts(whole, own, group)
                 whole[-1, 7] += 1
 
-            setattr(known_work, name, wrong_parts)
+            setattr(health, name, wrong_parts)
         assert wrong_collective(CPU, ranks) == (expected[fault] if rank == 0 else None)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]

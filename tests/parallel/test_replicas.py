@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from tests.fixtures.processes import run_ranks
-from tuner.parallel import replicas
+from tuner.parallel import health
+from tuner.parallel.health import Copy, first_difference, sums_of
 from tuner.parallel.mesh import Mesh, MeshSpec
-from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective, gloo_group
 
@@ -42,17 +42,17 @@ def test_every_bit_counts_and_every_place(dtype: torch.dtype, size: int, data: s
 
 
 def test_sums_go_by_places_and_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "CHUNK", 4)
+    monkeypatch.setattr(health, "CHUNK", 4)
     tensor = torch.arange(1.0, 11.0)
     swapped = tensor[[1, 0, *range(2, 10)]]
     chunks_swapped = tensor[[4, 5, 6, 7, 0, 1, 2, 3, 8, 9]]
-    assert len(replicas.chunk_sums(tensor)) == 3
+    assert len(health.chunk_sums(tensor)) == 3
     assert len({int(Copy.of("x", one, 2).sum) for one in (tensor, swapped, chunks_swapped)}) == 3
 
 
 def test_a_part_that_lies_at_an_odd_place_of_a_storage() -> None:
     whole = drawn(9, torch.bfloat16)
-    assert torch.equal(replicas.words_of(whole[1:]), replicas.words_of(whole[1:].clone()))
+    assert torch.equal(health.words_of(whole[1:]), health.words_of(whole[1:].clone()))
     assert int(Copy.of("x", torch.zeros(0), 2).sum) == 0
 
 
@@ -64,7 +64,7 @@ PLACES: dict[str, tuple[int, ...]] = {"whole": (4, 2), "sharded": (5, 1), "scala
 @pytest.mark.multi
 def test_the_rank_and_the_place_are_named(tmp_path: Path) -> None:
     def work(rank: int) -> None:
-        replicas.CHUNK = 8
+        health.CHUNK = 8
         mesh = Mesh.of(RankInfo(rank, 4, rank % 2, 2), MeshSpec("hybrid")).device_meshes("cpu").weights
         assert mesh is not None
         for dtype, name in product((torch.float32, torch.bfloat16), PLACES):

@@ -11,8 +11,7 @@ from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.setup.timetable import FEW_STEPS, few_steps
-from tuner.train.plan import Plan, plan_steps
-from tuner.train.schedule import build_schedule, peak_factor, schedule_flaws
+from tuner.train.plan import Plan, build_schedule, peak_factor, plan_steps, schedule_flaws
 
 
 def planned(duration: str, rows: int, batch: int, micro: int = 1) -> tuple[Recipe, Plan]:

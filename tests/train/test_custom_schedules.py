@@ -15,8 +15,7 @@ from tuner.config.overrides import Override
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import PluginError, RecipeError
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import build_schedule
+from tuner.train.plan import build_schedule, plan_steps
 
 CODE = Path(__file__).with_name("own_schedules.py").read_text(encoding="utf-8")
 ROWS = np.full(40, 100, dtype=np.int64)

@@ -28,7 +28,7 @@ from tuner.setup.build import Assembly, run_tensors
 from tuner.setup.check_model import check_model
 from tuner.setup.findings import Findings
 from tuner.train.optimizer import OptimizerSet, build_optimizer
-from tuner.train.row_gradients import RowGradients
+from tuner.train.row_adamw import RowGradients
 from tuner.train.step import StepResult, optimizer_step
 
 V, WIDTH, NAME = 12, 6, "embed.weight"

@@ -15,7 +15,7 @@ from tuner.parallel.fsdp import squared_norm, sum_whole_gradients
 from tuner.parallel.lookup import spread, sum_over_copies
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
-from tuner.train.row_gradients import RowGradients
+from tuner.train.row_adamw import RowGradients
 
 NAME, STEPS = "embed.weight", 2
 

@@ -15,8 +15,7 @@ from tests.fixtures import tables
 from tuner.config.duration import Duration
 from tuner.config.recipe import Schedule as Section
 from tuner.errors import RecipeError
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import WarmupDecay, build_schedule
+from tuner.train.plan import WarmupDecay, build_schedule, plan_steps
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Section)
 ROW_TOKENS = np.full(40, 100, dtype=np.int64)  # 10 steps an epoch, 400 tokens a step

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tuner.train.stochastic import mixed, name_keys, noise, rounded, step_keys
+from tuner.train.adamw_update import mixed, name_keys, noise, rounded, step_keys
 
 KEY = torch.tensor(0x1234567890ABCDEF)
 

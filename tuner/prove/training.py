@@ -23,9 +23,9 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import Row
 from tuner.model.build import model_config
 from tuner.model.probe import IsolationReport, require_isolation
+from tuner.parallel.health import Copy, first_difference, sums_of
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
-from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.prove.compare import (
     GRADIENT_FLOOR,
     LIMITS,

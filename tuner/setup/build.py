@@ -171,7 +171,7 @@ def _step_parts(
 ) -> Iterator[StepPart]:
     """What a recipe's steps do besides, in the order in which it is asked; most recipes ask for none."""
     if root.parts.touched_rows:
-        from tuner.train.row_gradients import RowGradients
+        from tuner.train.row_adamw import RowGradients
 
         yield RowGradients(root.parts.touched_rows, step_config.mesh, step_config.device)
     if target(next(iter(parameters.values()))) == "cuda":  # on a CPU no kernel is launched

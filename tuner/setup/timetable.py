@@ -14,8 +14,18 @@ from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.setup.portions import extent_of
 from tuner.setup.settled import rows_at_once
-from tuner.train.plan import Cadence, Plan, cadence, mark_steps
-from tuner.train.schedule import ScaledByBatch, Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
+from tuner.train.plan import (
+    Cadence,
+    Plan,
+    ScaledByBatch,
+    Schedule,
+    StartedLater,
+    build_schedule,
+    cadence,
+    mark_steps,
+    peak_factor,
+    schedule_flaws,
+)
 
 if TYPE_CHECKING:
     from tuner.setup.resolve import Resolved

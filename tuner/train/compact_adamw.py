@@ -17,8 +17,7 @@ from tuner.errors import RecipeError
 from tuner.parallel.layouts import ShardLayout
 from tuner.runtime.parts import Box
 from tuner.train import moments
-from tuner.train.adamw_update import update
-from tuner.train.stochastic import LANES, name_keys, step_keys
+from tuner.train.adamw_update import LANES, name_keys, step_keys, update
 
 
 class CompactAdamW(moments.FlaggedOptimizer):

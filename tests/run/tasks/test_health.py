@@ -9,7 +9,7 @@ import torch
 from tests.fixtures import trainings
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import ExitCode, MachineError, VerificationError
-from tuner.parallel.known_work import KnownProducts
+from tuner.parallel.health import KnownProducts
 from tuner.run.tasks.rank_times import RankTime, slow_ranks
 from tuner.train import loop
 from tuner.train.progress import CLOCKED

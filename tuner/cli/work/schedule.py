@@ -19,8 +19,7 @@ from tuner.errors import RecipeError, TunerError
 from tuner.rundir.curves import Chart, Curve, Points
 from tuner.rundir.terminal import AXIS_WIDTH, draw
 from tuner.setup.timetable import run_schedule
-from tuner.train.plan import batch_sizes, plan_steps
-from tuner.train.schedule import Schedule
+from tuner.train.plan import Schedule, batch_sizes, plan_steps
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -3,7 +3,7 @@
 from tuner.config.optimizers import CustomOptimizer
 from tuner.run.parts.part import Before, Part
 from tuner.train.methods.method import check_method
-from tuner.train.schedule import check_schedule
+from tuner.train.plan import check_schedule
 
 
 class OwnCode(Part):

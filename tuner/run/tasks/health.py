@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from tuner.checkpoint.manifest import step_name
 from tuner.config.recipe import HealthSection
 from tuner.errors import MachineError, TunerError, VerificationError, counted
-from tuner.parallel.known_work import KnownProducts, wrong_collective
-from tuner.parallel.replicas import Copy, first_difference, sums_of
+from tuner.parallel.health import Copy, KnownProducts, first_difference, sums_of, wrong_collective
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.runtime import phase
