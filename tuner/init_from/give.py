@@ -117,10 +117,7 @@ def _facts(one: Matched, hashes: Mapping[tuple[int, str], str]) -> dict[str, Any
     shapes = [[source.tensors[name].shape for name in gift.names] for gift in one.gifts]
     form = sorted(f"{gift.place.name} {gift.how} {shape}" for gift, shape in zip(one.gifts, shapes, strict=True))
     return {
-        "path": str(source.path),
-        "kind": source.kind,
-        "step": source.step,
-        "tensors": len(lines),
+        "path": str(source.path), "kind": source.kind, "step": source.step, "tensors": len(lines),
         "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "form": hashlib.sha256("\n".join(form).encode()).hexdigest(),
         "trained": sum(gift.place.trained for gift in one.gifts),
@@ -195,10 +192,8 @@ def _of_entry(one: Matched, counted: set[Gift]) -> Iterator[str]:
         yield f"    {pairs[0][0]} -> {pairs[0][1]}" + (", ..." if len(pairs) > 1 else "")
     left: tuple[tuple[str, list[str]], ...] = (
         ("replaced by a later entry", [gift.place.name for gift in one.gifts if gift not in counted]),
-        ("the same weight under its other name", one.twins),
-        ("without a place here (unexpected)", one.unexpected),
-        ("missing there", one.missing),
-        ("not chosen", one.not_chosen),
+        ("the same weight under its other name", one.twins), ("without a place here (unexpected)", one.unexpected),
+        ("missing there", one.missing), ("not chosen", one.not_chosen),
     )
     for what, names in left:
         if names:

@@ -92,15 +92,10 @@ def target_of(
     conv = {name for name, module in plain.named_modules() if type(module).__name__ == "Conv1D"}
     entries = published(plain)
     return InitTarget(
-        places=places,
-        twins=_twins(plain),
-        files={target: entry for entry in entries for target in entry.targets},
-        skeleton=plain,
-        scales={name: float(layer.scaling[ADAPTER]) for name, layer in layers},
-        use_dora=isinstance(trainable.adapter, LoraSpec) and trainable.adapter.use_dora,
-        transposed=frozenset(conv),
-        quantized=quantized,
-        prefix=f"{plain.base_model_prefix}.",
+        places=places, twins=_twins(plain), files={target: entry for entry in entries for target in entry.targets},
+        skeleton=plain, scales={name: float(layer.scaling[ADAPTER]) for name, layer in layers},
+        use_dora=isinstance(trainable.adapter, LoraSpec) and trainable.adapter.use_dora, transposed=frozenset(conv),
+        quantized=quantized, prefix=f"{plain.base_model_prefix}.",
     )
 
 

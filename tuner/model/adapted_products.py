@@ -122,12 +122,8 @@ def made_by(
 
 @torch.library.custom_op("tuner::adapted_products", mutates_args=())
 def adapted_products(
-    source: torch.Tensor,
-    inner: torch.Tensor,
-    held: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    downs: torch.Tensor | None,
-    ups: Sequence[torch.Tensor],
+    source: torch.Tensor, inner: torch.Tensor, held: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
+    downs: torch.Tensor | None, ups: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Each layer's ``[T, out]`` of ``source`` ``[T, in]``, to which its part of ``inner`` ``[T, R]`` is added.
 
@@ -156,13 +152,8 @@ def _results(source: torch.Tensor, inner: Any, held: Any, biases: Any, downs: An
 
 @torch.library.custom_op("tuner::adapted_products_backward", mutates_args=())
 def _backward(
-    upstreams: Sequence[torch.Tensor],
-    source: torch.Tensor,
-    inner: torch.Tensor,
-    held: Sequence[torch.Tensor],
-    downs: torch.Tensor | None,
-    ups: Sequence[torch.Tensor],
-    wants_source: bool,
+    upstreams: Sequence[torch.Tensor], source: torch.Tensor, inner: torch.Tensor, held: Sequence[torch.Tensor],
+    downs: torch.Tensor | None, ups: Sequence[torch.Tensor], wants_source: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of source (empty where none is wanted), of ``downs`` or else of ``inner``, and of ``ups``."""
     of_inner, of_ups = torch.empty_like(inner), []

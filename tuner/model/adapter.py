@@ -206,9 +206,7 @@ def calls(model: nn.Module) -> Iterator[set[str]]:
 
 
 def require_used(
-    model: PreTrainedModel,
-    logits: Callable[[], torch.Tensor],
-    evaluated: Iterable[str] = (),
+    model: PreTrainedModel, logits: Callable[[], torch.Tensor], evaluated: Iterable[str] = (),
     runs: Callable[[str], bool] | None = None,
 ) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.

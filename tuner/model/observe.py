@@ -75,10 +75,7 @@ class Observation:
 
 @torch.no_grad()
 def observe(
-    root: CausalLM,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    document_lengths: tuple[int, ...],
+    root: CausalLM, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...],
     rows_at: float,
 ) -> Observation:
     """Observe one forward of a packed microbatch ``[T]``; under FSDP2 it is collective, as every forward is.

@@ -83,11 +83,7 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, rea
 
 @torch.no_grad()
 def require_isolation(
-    root: CausalLM,
-    vocab_size: int,
-    packed: bool = True,
-    longest: int = _SECOND,
-    every_layer: bool = False,
+    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, every_layer: bool = False,
     read: Read = are_there,
 ) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
@@ -240,10 +236,7 @@ def _in_float32(model: PreTrainedModel, roots: Sequence[nn.Module], few: FewLaye
 
 
 def _compare(
-    root: CausalLM,
-    expected: torch.Tensor,
-    documents: Sequence[torch.Tensor],
-    changed: Sequence[torch.Tensor],
+    root: CausalLM, expected: torch.Tensor, documents: Sequence[torch.Tensor], changed: Sequence[torch.Tensor],
     rounding: Callable[[], float] | None,
 ) -> IsolationReport:
     """Of the last of the documents, packed into one row: how far it moves with the others, and is from ``expected``.

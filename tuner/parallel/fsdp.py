@@ -40,13 +40,8 @@ FLAT = 1 << 18
 
 
 def shard(
-    root: CausalLM,
-    meshes: DeviceMeshes,
-    reshard_after_forward: bool,
-    rounded_to: torch.dtype | None = None,
-    tokens: int | None = None,
-    on_host: bool = False,
-    reduced_in: torch.dtype | None = None,
+    root: CausalLM, meshes: DeviceMeshes, reshard_after_forward: bool, rounded_to: torch.dtype | None = None,
+    tokens: int | None = None, on_host: bool = False, reduced_in: torch.dtype | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
@@ -368,9 +363,7 @@ def _lies_as_declared(parameter: DTensor, dim: int) -> bool:
         at = dict(zip(axes, place, strict=True))
         said, done = (
             part_at(
-                (parameter.shape[dim],),
-                tuple(mesh.size(axis) for axis in order),
-                tuple(order.values()),
+                (parameter.shape[dim],), tuple(mesh.size(axis) for axis in order), tuple(order.values()),
                 tuple(at[axis] for axis in order),
             )
             for order in (own, as_cut)

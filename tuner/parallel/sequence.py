@@ -178,9 +178,7 @@ class AllToAllHeads:
     """Numbers of all its tokens ``[1, T]``, for layers that count."""
 
     def attend(
-        self,
-        attention: Callable[..., tuple[torch.Tensor, None]],
-        tensors: tuple[torch.Tensor, ...],
+        self, attention: Callable[..., tuple[torch.Tensor, None]], tensors: tuple[torch.Tensor, ...],
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """What ``attention`` gives for query, key and value ``[1, heads, t, d]``: ``[1, t, heads, d]``. Collective.

@@ -152,10 +152,7 @@ def bring(
 
 
 def materialise(
-    root: CausalLM,
-    source: CausalLM | None,
-    device: torch.device,
-    unread: UnreadWeights | None = None,
+    root: CausalLM, source: CausalLM | None, device: torch.device, unread: UnreadWeights | None = None,
     on_host: bool = False,
 ) -> None:
     """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``.

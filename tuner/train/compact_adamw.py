@@ -28,12 +28,8 @@ class CompactAdamW(moments.FlaggedOptimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        layouts: Mapping[torch.Tensor, ShardLayout],
-        coded: Set[torch.Tensor],
-        section: AdamwOptimizer,
-        seed: int,
+        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], coded: Set[torch.Tensor],
+        section: AdamwOptimizer, seed: int,
     ) -> None:
         super().__init__(groups)
         self._section = section

@@ -149,11 +149,7 @@ class RowAdamW(FlaggedOptimizer):
             self._update_some(weight, state, chosen, gradient[start : start + size], group)
 
     def _update_some(
-        self,
-        weight: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        chosen: torch.Tensor,
-        gradient: torch.Tensor,
+        self, weight: torch.Tensor, state: dict[str, torch.Tensor], chosen: torch.Tensor, gradient: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
         """Update the rows ``chosen``, int64 ``[n]``, with their gradients ``[n, D]``.
@@ -183,9 +179,7 @@ class RowAdamW(FlaggedOptimizer):
 
 
 def row_adamw(
-    section: Optimizer,
-    groups: Sequence[dict[str, Any]],
-    items: Mapping[str, RowOptimizer],
+    section: Optimizer, groups: Sequence[dict[str, Any]], items: Mapping[str, RowOptimizer],
     touched: Mapping[torch.Tensor, TouchedRows],
 ) -> RowAdamW:
     """The row-wise AdamW of a resolved recipe; ``groups`` have the settings that the ``items`` of names leave open."""

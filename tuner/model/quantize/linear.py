@@ -79,10 +79,7 @@ TILE_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 
 
 def quantized_linear(
-    source: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    source: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None,
     native: bool = False,
 ) -> torch.Tensor:
     """``source`` ``[..., columns]`` times the transposed weight ``[out, columns]`` that codes and scales stand for.
@@ -131,10 +128,7 @@ def _backward(
 
 
 def gradient_into(
-    result: torch.Tensor,
-    rows: torch.Tensor,
-    held: tuple[torch.Tensor, torch.Tensor],
-    native: bool = False,
+    result: torch.Tensor, rows: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], native: bool = False,
     adds: bool = False,
 ) -> None:
     """Put ``rows`` ``[T, out]`` times the weight of ``held`` codes and scales into ``result`` ``[T, columns]``.

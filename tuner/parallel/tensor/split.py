@@ -184,15 +184,8 @@ class Lengths:
         self._vector, self._way, self._group = vector, way, group
 
     def __call__(  # noqa: PLR0913 - peft's
-        self,
-        x: torch.Tensor,
-        *,
-        lora_A: Any,
-        lora_B: Any,
-        scaling: float,
-        base_layer: Any,
-        base_result: torch.Tensor | None = None,
-        adapter_name: str = ADAPTER,
+        self, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
+        base_result: torch.Tensor | None = None, adapter_name: str = ADAPTER,
     ) -> torch.Tensor:
         """What is added to the base's result, as in peft's ``DoraLinearLayer``: m / |W + s·B·A| of both products."""
         factor = own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)

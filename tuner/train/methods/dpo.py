@@ -63,15 +63,12 @@ def _nca(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
 
 
 LOSSES: Mapping[DpoLoss, PairLoss] = {
-    "sigmoid": _sigmoid,
-    "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
-    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2,
-    "robust": _robust,
+    "sigmoid": _sigmoid, "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
+    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2, "robust": _robust,
     "sigmoid_norm": lambda ratios, of: -logsigmoid(of.beta * ratios.per_token.difference),
     "apo_zero": lambda ratios, of: torch.sigmoid(-of.beta * ratios.chosen) + torch.sigmoid(of.beta * ratios.rejected),
     "apo_down": lambda ratios, of: torch.sigmoid(of.beta * ratios.chosen) + torch.sigmoid(-of.beta * ratios.difference),
-    "sppo": _sppo,
-    "nca": _nca,
+    "sppo": _sppo, "nca": _nca,
     "bco": lambda ratios, of: -logsigmoid(of.beta * ratios.chosen) - logsigmoid(-of.beta * ratios.rejected),
 }
 
