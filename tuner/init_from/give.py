@@ -14,7 +14,7 @@ from tuner.checkpoint.storage import tensor_bytes
 from tuner.config.recipe import InitFrom
 from tuner.errors import DataError, RecipeError
 from tuner.init_from.match import KEY, Gift, InitPlan, Matched, brief, plan_of
-from tuner.init_from.target import InitTarget, TargetTensor, layers_of_new_rows, own_names
+from tuner.init_from.target import InitTarget, layers_of_new_rows, own_names
 from tuner.model.low_rank import LowRank
 from tuner.model.stored import assembled, state_names
 
@@ -72,7 +72,9 @@ class Giver:
         if gift.how == "merged":
             target.copy_(self._low_rank(gift).added_to(target))
         elif gift.how == "assembled":
-            parts = {name: self._read(gift.entry, there) for name, there in self._parts(gift)}
+            entry = next(entry for entry in self.plan.target.files.values() if entry.name == gift.place.name)
+            read = [self._read(gift.entry, name) for name in gift.names]
+            parts = dict(zip(entry.targets, read, strict=True))  # by their names in published files
             target.copy_(assembled(self.plan.target.skeleton, gift.place.name, parts))
         else:
             found = self._read(gift.entry, gift.names[0])
@@ -85,11 +87,6 @@ class Giver:
         if stop > start:
             into = weight.detach()[start:stop] if layer is None else layer.new_rows.detach()[: stop - start]
             into.copy_(found[start:stop])
-
-    def _parts(self, gift: Gift) -> list[tuple[str, str]]:
-        """The names of a tensor's parts in published files, and in the source."""
-        entry = next(entry for entry in self.plan.target.files.values() if entry.name == gift.place.name)
-        return list(zip(entry.targets, gift.names, strict=True))
 
     def _low_rank(self, gift: Gift) -> LowRank:
         facts = self.plan.source(gift.entry).adapter
@@ -204,12 +201,9 @@ def _of_entry(one: Matched, counted: set[Gift]) -> Iterator[str]:
 def _named(gift: Gift, one: Matched) -> str:
     """A place, with its shape, and types where they differ."""
     tensor = one.source.tensors[gift.names[0]]
+    shape = ", ".join(map(str, gift.place.shape))
     rows = f" {tensor.shape[0]:,} of {gift.place.shape[0]:,} rows" if gift.how == "rows" else ""
-    return f"{gift.place.name} {_shape(gift.place)} {tensor.said.lower()}{rows}"
-
-
-def _shape(place: TargetTensor) -> str:
-    return f"[{', '.join(map(str, place.shape))}]"
+    return f"{gift.place.name} [{shape}] {tensor.said.lower()}{rows}"
 
 
 def _names(names: Iterable[str]) -> list[str]:

@@ -406,14 +406,11 @@ def takes(one: Matched, target: InitTarget, place: TargetTensor, name: str, tens
             "write model.quantize: none, or export the given weights as a model first and name that",
         )
         return False
-    if tensor.dtype is None or (tensor.dtype not in _FLOATS and not _is_buffer(target, place)):
+    is_buffer = place.name in (name for name, _ in target.skeleton.named_buffers())
+    if tensor.dtype is None or (tensor.dtype not in _FLOATS and not is_buffer):
         one.refuse(f"{name} of {one.source.path} has the type {tensor.said}, which weights do not have")
         return False
     return True
-
-
-def _is_buffer(target: InitTarget, place: TargetTensor) -> bool:
-    return place.name in dict(target.skeleton.named_buffers())
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
 
 from tuner.model import transformers_private
 from tuner.model.build import decoder_blocks, decoder_of
@@ -98,6 +97,7 @@ def _noting(said: list[Any], found: Recorded) -> Callable[..., None]:
 
 BACKEND = "inductor"
 _LAST_NORMS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+"""The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""
 Level = Literal["selective", "full"]
 _KEPT = {
     "tuner::adapted_products", "tuner::attend_documents", "tuner::attend_with_sinks", "tuner::flash_attention",
@@ -130,7 +130,8 @@ def apply_recompute(
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
     contexts: Contexts | None = None
     if level == "selective":
-        policy = _policy_of_biased_experts if _has_biased_experts(root) else _policy
+        biased = any(getattr(each, "has_bias", False) and hasattr(each, "num_experts") for each in root.modules())
+        policy = _policy_of_biased_experts if biased else _policy
         contexts = partial(create_selective_checkpoint_contexts, policy)
     if not compiled and n_experts(root.model.config.get_text_config()):
         from tuner.model.replay import replayed  # what most models go without
@@ -213,10 +214,6 @@ def _policy_of_biased_experts(ctx: Any, operation: Any, *args: Any, **kwargs: An
     return _policy(ctx, operation, *args, **kwargs)
 
 
-def _has_biased_experts(root: CausalLM) -> bool:
-    return any(getattr(module, "has_bias", False) and hasattr(module, "num_experts") for module in root.modules())
-
-
 def _is_cheap(name: str, given: dict[str, Any]) -> bool:
     """Whether a product costs little for what it makes: its rows are sums of far fewer numbers than they have.
 
@@ -241,7 +238,8 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             module._cache_clear = lambda: None
     if root.layout.mixers is not None:
         root.layout.mixers.keep_from_compiler(root.model)
-    blocks = [*decoder_blocks(root.model, "train.compile"), *_last_norms(root.model)]
+    last_norms = [each for name, each in decoder_of(root.model).named_children() if name in _LAST_NORMS]
+    blocks = [*decoder_blocks(root.model, "train.compile"), *last_norms]
     for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
         first = next(iter(inspect.signature(block.forward).parameters))
         keep_outside(block)
@@ -253,11 +251,6 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         if has_router:
             _note_routers(block, kind)
     root.parts.complete(padding=padding)
-
-
-def _last_norms(model: PreTrainedModel) -> list[nn.Module]:
-    """The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""
-    return [each for name, each in decoder_of(model).named_children() if name in _LAST_NORMS]
 
 
 def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:

@@ -125,12 +125,9 @@ def hidden_units(block: nn.Module) -> list[nn.Module]:
     gates = [module for name, module in block.named_modules() if name.rpartition(".")[2] == _GATE]
     if gates:
         return gates
-    fused = {part for owner in block.modules() if _is_fused(owner) for part in owner.modules()}
+    owners = [one for one in block.modules() if any(p.ndim > 2 for p in one.parameters(recurse=False))]
+    fused = {part for owner in owners for part in owner.modules()}
     return [part for part in block.modules() if type(part).__module__ in _ACTIVATIONS and part not in fused]
-
-
-def _is_fused(owner: nn.Module) -> bool:
-    return any(parameter.ndim > 2 for parameter in owner.parameters(recurse=False))
 
 
 def _tells_routers(root: CausalLM) -> bool:

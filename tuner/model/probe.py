@@ -389,7 +389,8 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     wanted = _noted(plain, masks.reach, lambda: plain(input_ids=ids[None], use_cache=False))
     asked = _noted(
         root.model,
-        lambda mask, options: min(options.get("sliding_window") or longest, _of_chunk(longest, options)),
+        # Of chunks, the tokens of the last one of the longest document.
+        lambda _, asked: min(asked.get("sliding_window") or longest, (longest - 1) % (asked["chunk"] or longest) + 1),
         lambda: root.logits(ids, ids, (1,), ids),
     )
     for layer, (seen, ours) in enumerate(zip(wanted, asked, strict=False)):
@@ -424,11 +425,6 @@ class _Masks:
     def reach(self, given: object, options: dict[str, Any]) -> int | None:
         """What a mask shows, where it is one of these."""
         return next((seen for mask, seen in self._made if mask is given), None)
-
-
-def _of_chunk(longest: int, options: dict[str, Any]) -> int:
-    """Tokens of the last chunk of the longest document; without chunks, all."""
-    return (longest - 1) % options["chunk"] + 1 if options["chunk"] else longest
 
 
 def _noted(

@@ -77,7 +77,8 @@ def check_spread(model: PreTrainedModel, size: int) -> None:
                 f"{_KEY}: {size} does not divide the {count} experts of {name}",
                 hint=f"write one of {', '.join(divisors)}",
             )
-        other = [own for own, tensor in _tensors(module) if own.partition(".")[2] or tensor.shape[:1] != (count,)]
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        other = [own for own, tensor in tensors if own.partition(".")[2] or tensor.shape[:1] != (count,)]
         if other:
             raise RecipeError(
                 f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert", hint=f"write {_KEY}: 1"
@@ -92,10 +93,6 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 def _count(module: nn.Module) -> int:
     return int(cast(int, module.num_experts))
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def all_spread(root: nn.Module) -> list[SpreadExperts]:

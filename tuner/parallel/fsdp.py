@@ -60,7 +60,8 @@ def shard(
     blocks, options = decoder_blocks(root.model), _options(mesh, on_host, reduced_in)
     trained = any(parameter.requires_grad for parameter in root.parameters())
     if meshes.expert is not None and meshes.expert_weights is not None:
-        for module in [module for module in root.modules() if _lies_on(module, meshes.expert)]:
+        lie = {p for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh == meshes.expert}
+        for module in [one for one in root.modules() if not lie.isdisjoint(one.parameters(recurse=False))]:
             _shard_experts(module, meshes.expert_weights, reshard_after_forward, **options)
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to, **options)
@@ -100,12 +101,6 @@ def _most(forwards: int) -> int:
     most = torch.tensor([forwards])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=gloo_group())
     return int(most)
-
-
-def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether parameters of a module's own are spread over an axis already."""
-    own = list(module.parameters(recurse=False))
-    return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh for parameter in own)
 
 
 def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:

@@ -107,7 +107,7 @@ def first_difference(copies: Sequence[Copy], sums: Sequence[int], ranks: Collect
 
     The list has the same names in the same order everywhere.
     """
-    slots = _slots(copies)
+    slots = [(index, shard) for index, copy in enumerate(copies) for shard in range(copy.shards)]
     if not slots:
         return None
     own, complement = (torch.full((len(slots),), _NOBODYS, dtype=torch.int64) for _ in range(2))
@@ -125,11 +125,6 @@ def first_difference(copies: Sequence[Copy], sums: Sequence[int], ranks: Collect
     names = tuple(dict.fromkeys(copies[index].name for index, _ in wrong))
     index, shard = wrong[0]
     return _locate(copies[index], sums[index], shard, names, ranks)
-
-
-def _slots(copies: Sequence[Copy]) -> list[tuple[int, int]]:
-    """Every shard of every tensor, by the tensor's place in the list and the shard's number."""
-    return [(index, shard) for index, copy in enumerate(copies) for shard in range(copy.shards)]
 
 
 def _locate(copy: Copy, value: int, shard: int, names: tuple[str, ...], ranks: Collective) -> ReplicaDifference:

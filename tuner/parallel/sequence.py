@@ -208,7 +208,9 @@ class AllToAllHeads:
         given |= dict(zip(by_query, others, strict=True))
         if bias is not None:
             given["position_bias"] = ByDistance(given["position_bias"])
-        return self._to_positions(attention(query, key, value, **given)[0])
+        output = attention(query, key, value, **given)[0]  # [1, T, heads / processes, d] to [1, t, heads, d]
+        received = self.cut.exchanged(output[0].unflatten(0, (self.cut.size, -1)))
+        return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _to_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """From ``[1, heads, t, d]`` to ``[1, heads / processes, T, d]``: those of one type and width go together."""
@@ -225,11 +227,6 @@ class AllToAllHeads:
         whole = received.transpose(0, 1).flatten(1, 2)[None]
         split: Sequence[torch.Tensor] = whole.split([part.shape[1] for part in parts], 1)
         return split
-
-    def _to_positions(self, output: torch.Tensor) -> torch.Tensor:
-        """From ``[1, T, heads / processes, d]`` to ``[1, t, heads, d]``."""
-        received = self.cut.exchanged(output[0].unflatten(0, (self.cut.size, -1)))
-        return received.transpose(0, 1).flatten(1, 2)[None]
 
 
 @dataclass(frozen=True)
@@ -278,10 +275,6 @@ class CutOutputLayer(OutputLayer):
         return self.layer
 
 
-def _send_back(rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: Group) -> torch.Tensor:
-    return send(rows, received, sent, group)
-
-
 def _join(own: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
     """The processes' shares ``[n, ...]`` of ``[N, ...]``."""
     filled = _filled(own, cut.most(count))
@@ -306,7 +299,7 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows.contiguous()
 
 
-_moved = two_way(send, _send_back)
+_moved = two_way(send, lambda rows, sent, received, group: send(rows, received, sent, group))
 _joined = two_way(_join, _share_of_sums)
 _summed = two_way(sum_over, sum_over)
 """A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""

@@ -57,7 +57,8 @@ def quantizable(model: PreTrainedModel, kept: Sequence[str] = ()) -> dict[str, n
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     whole = select(kept, owning, "adapter.modules_to_save")
     bad = not_adaptable(model, inside)
-    left = {name: layer for name, layer in inside.items() if name not in bad and not _is_among(name, whole)}
+    within = tuple(f"{other}." for other in whole)
+    left = {name: one for name, one in inside.items() if name not in bad and not f"{name}.".startswith(within)}
     if not left and not any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise RecipeError(
             f"model.quantize: a {model.config.model_type} model has no linear layers that can be quantised",
@@ -93,10 +94,6 @@ def left_whole(model: nn.Module) -> str | None:
         f"model.quantize: {len(names)} weights stay as they are, such as {names[0]}: "
         "only linear layers are quantised, no experts that lie in one tensor"
     )
-
-
-def _is_among(name: str, modules: Sequence[str]) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in modules)
 
 
 def _is_router(name: str, layer: nn.Linear, experts: int) -> bool:
