@@ -9,7 +9,7 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.parallel.cut_rows import Case, write
-from tests.parallel.test_replicas import flip
+from tests.parallel.test_health import flip
 from tests.train.synthetic import resume
 from tuner.checkpoint.load import content_sha256, read_tensors
 from tuner.checkpoint.open import open_checkpoint

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.fixtures.processes import fake_group, run_ranks
 from tests.parallel.meshes import STRIDED, mesh_of, placed
-from tests.parallel.test_replicas import flip
+from tests.parallel.test_health import flip
 from tuner.errors import RecipeError
 from tuner.parallel import fsdp
 from tuner.parallel.fsdp import dim_to_shard, holders, require_as_declared, squared_norm, sum_whole_gradients

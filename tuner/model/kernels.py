@@ -105,7 +105,7 @@ def liger_into_gradient(
 
     The kernel is launched here and not through liger's own function, which asks the device how many targets count
     (`.item()`, a wait in every chunk) and splits the logits into chunks too small for large products where the
-    vocabulary is large. The one place where that kernel's parameters are written down; `tests/model/test_liger_loss.py`
+    vocabulary is large. The one place where that kernel's parameters are written down; `tests/model/test_liger.py`
     holds it to plain torch, in Triton's interpreter where there is no GPU.
     """
     _quiet_liger()
