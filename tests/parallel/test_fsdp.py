@@ -35,12 +35,8 @@ def tiny_model() -> CausalLM:
 
 
 def sharded(
-    rank: int,
-    reshard: bool = True,
-    processes_to_a_copy: int = 2,
-    rounded_to: torch.dtype | None = None,
-    tokens: int | None = None,
-    reduced_in: torch.dtype | None = None,
+    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, rounded_to: torch.dtype | None = None,
+    tokens: int | None = None, reduced_in: torch.dtype | None = None,
 ) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):

@@ -192,12 +192,9 @@ def expected_terms(root: CausalLM, rows: PairRows, numbers: range) -> dict[str, 
     count = len(found)
     return {
         "loss": sum(math.log1p(math.exp(b - a)) for a, b in found) / count,
-        "reward_chosen": sum(a for a, _ in found) / count,
-        "reward_rejected": sum(b for _, b in found) / count,
-        "margin": sum(a - b for a, b in found) / count,
-        "accuracy": sum(a > b for a, b in found) / count,
-        "logp_chosen": sum(a for a, _ in logps) / count,
-        "logp_rejected": sum(b for _, b in logps) / count,
+        "reward_chosen": sum(a for a, _ in found) / count, "reward_rejected": sum(b for _, b in found) / count,
+        "margin": sum(a - b for a, b in found) / count, "accuracy": sum(a > b for a, b in found) / count,
+        "logp_chosen": sum(a for a, _ in logps) / count, "logp_rejected": sum(b for _, b in logps) / count,
     }
 
 
