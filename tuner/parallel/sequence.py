@@ -28,11 +28,10 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.attention import ByDistance, is_ours
-from tuner.model.cut import Positions
 from tuner.model.documents import Documents, Padding
 from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
-from tuner.model.row_layout import rotates_by_length, route_of, takes_positions
+from tuner.model.row_layout import Positions, rotates_by_length, route_of, takes_positions
 from tuner.model.transformers_private import keeps_state
 from tuner.parallel.exchange import Group, send, sum_over, two_way
 from tuner.parallel.lookup import gather_parts, reduce_scatter_parts

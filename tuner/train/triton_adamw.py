@@ -8,15 +8,10 @@ Imported where it is launched alone: Triton is not installed everywhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 from triton import language as tl
 
-from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL
-
-if TYPE_CHECKING:
-    from tuner.train.moments import MomentPart, Step
+from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, MomentPart, Step
 
 BLOCKS = 4
 """Of a program."""

@@ -24,9 +24,8 @@ from tuner.model.root import CausalLM
 from tuner.model.table import LookedUp, is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
-from tuner.parallel.exchange import Group
+from tuner.parallel.exchange import Group, entered, gathered, own_part, summed
 from tuner.parallel.lookup import in_parts
-from tuner.parallel.tensor.collectives import entered, gathered, own_part, summed
 from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
 from tuner.runtime.parts import local
