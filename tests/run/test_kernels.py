@@ -9,7 +9,7 @@ import torch
 
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
-from tuner.model import fastest, flash_versions
+from tuner.model import fastest
 from tuner.model.fastest import Fastest
 from tuner.model.output_layer import softmax_into_gradient
 from tuner.run.parts import kernels
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(kernels, "Collective", Ranks)
     monkeypatch.setattr(kernels, "gloo_group", lambda: None)
-    monkeypatch.setattr(flash_versions, "fastest_version", measured)
+    monkeypatch.setattr(fastest, "fastest_version", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.fixtures.cuda_stub import CudaStub, cuda_stub
 from tests.fixtures.tables import cases
-from tuner.model import flash_versions
-from tuner.model.flash_versions import WAY_TO_FLASH_4
+from tuner.model import fastest
+from tuner.model.fastest import WAY_TO_FLASH_4
 from tuner.setup import machine_cuda
 from tuner.setup.machine_check import Check
 from tuner.setup.machine_torch import _kernels
@@ -59,7 +59,7 @@ def test_kernels_that_fail_are_no_reason_not_to_train(monkeypatch: pytest.Monkey
 def test_which_attention_there_is(  # noqa: PLR0917 - a table
     major: int, installed: tuple[str, ...], status: str, shown: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_versions, "_is_there", lambda module: module in installed)
+    monkeypatch.setattr(fastest, "_is_there", lambda module: module in installed)
     monkeypatch.setattr(machine_cuda, "generation", lambda index: major)
     check = found()["attention"]
     assert (check.status, check.found, check.fix) == (status, shown, fix)

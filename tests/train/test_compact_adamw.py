@@ -22,8 +22,8 @@ from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.native.library import native_problem
 from tuner.run.options import LaunchOptions
-from tuner.train import adamw_update
-from tuner.train.adamw_update import mixed, name_keys, noise, rounded, step_keys
+from tuner.train import compact_adamw
+from tuner.train.compact_adamw import mixed, name_keys, noise, rounded, step_keys
 from tuner.train.moments import MomentPart, Step, decode, encode
 from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
@@ -179,12 +179,12 @@ def test_kernels_and_parts_have_the_bits_of_plain_torch(
     """In C, in plain torch by pieces of any size, and on one, two or four processes, each with its rows."""
     whole = made_part(kind, rows, width)
     start = rows_alone(whole, slice(0, rows))
-    adamw_update.update_plainly(whole, PLAIN)
+    compact_adamw.update_plainly(whole, PLAIN)
     assert not torch.equal(whole.weight, start.weight)
-    ways: list[Callable[[MomentPart, Step], None]] = [adamw_update.update_plainly]
+    ways: list[Callable[[MomentPart, Step], None]] = [compact_adamw.update_plainly]
     if native_problem() is None:
-        ways.append(adamw_update._update_native)
-    monkeypatch.setitem(adamw_update.CHUNK, "cpu", 256)
+        ways.append(compact_adamw._update_native)
+    monkeypatch.setitem(compact_adamw.CHUNK, "cpu", 256)
     for way in ways:
         for processes in (1, 2, 4):
             step = -(-rows // processes)
@@ -199,7 +199,7 @@ def test_no_kernel_touches_anything_where_a_step_is_bad() -> None:
     for kind in KINDS:
         part = made_part(kind, 5, 300)
         before = rows_alone(part, slice(0, 5))
-        for way in (adamw_update.update_plainly, adamw_update.update):
+        for way in (compact_adamw.update_plainly, compact_adamw.update):
             way(part, replace(PLAIN, bad=torch.tensor(1.0)))
             assert all(torch.equal(a, b) for a, b in zip(tensors(part), tensors(before), strict=True))
 
@@ -208,7 +208,7 @@ INTERPRETED = """
 import json, sys, torch
 from dataclasses import fields, is_dataclass, replace
 from tests.train.compact_parts import KINDS, PLAIN, made_part, rows_alone, tensors
-from tuner.train.adamw_update import update_plainly
+from tuner.train.compact_adamw import update_plainly
 from tuner.train.triton_adamw import launch
 device, differ = torch.device(sys.argv[1]), []
 def there(value):

@@ -12,7 +12,8 @@ import torch
 from tools.gpu_day.arithmetic import kernels_of
 from tools.gpu_day.record import Day
 from tuner.model.documents import Documents
-from tuner.model.flash_versions import USUAL, Heads, Version, one_pass, random_inputs, used, versions_for
+from tuner.model.fastest import USUAL_LOSS as USUAL
+from tuner.model.fastest import Heads, Version, one_pass, random_inputs, used, versions_for
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import OutputLayer
 from tuner.profile import rates as table

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from tuner.errors import MachineError
+from tuner.model.fastest import FLASH_4, WAY_TO_FLASH_4, Heads, versions_for
+from tuner.model.fastest import USUAL_LOSS as USUAL
 from tuner.model.flash4_attention import problem
-from tuner.model.flash_versions import FLASH_4, USUAL, WAY_TO_FLASH_4, Heads, versions_for
 from tuner.model.kernels import has_liger
 from tuner.runtime.before_torch import ALLOCATOR, SEGMENTS, is_wsl
 from tuner.runtime.device import TO_COMPILE, forget_cuda_error, generation, triton_problem

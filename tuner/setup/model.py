@@ -47,7 +47,7 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, Step
     if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
     else:
-        from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
+        from tuner.model.fastest import use_flash_version  # with the kernels of GPUs
 
         cache = resolved.recipe.data.cache_dir
         place = cache_root() if cache is None else Path(cache)

@@ -146,7 +146,7 @@ def resolve(
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here, no_triton))
     if facts.kind == "cuda":
-        from tuner.model.flash_versions import kernel_and_reason  # with the kernels of GPUs
+        from tuner.model.fastest import kernel_and_reason  # with the kernels of GPUs
 
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))

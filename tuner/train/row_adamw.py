@@ -22,8 +22,7 @@ from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer, Optimizer, Ro
 from tuner.model.touched_rows import TouchedRows
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import target, to_device
-from tuner.train.adamw_update import CHUNK
-from tuner.train.moments import FlaggedOptimizer, zero_averages
+from tuner.train.moments import CHUNK, FlaggedOptimizer, zero_averages
 from tuner.train.step_parts import StepForwards, StepPart
 
 
@@ -170,7 +169,7 @@ class RowAdamW(FlaggedOptimizer):
         root = (1 - beta2**count).sqrt().float().unsqueeze(1)
         average = state["exp_avg"].index_select(0, rows).mul_(beta1).add_(gradient * (1 - beta1))
         square = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
-        size = square.double().sqrt().float().div_(root).add_(group["eps"])  # adamw_update.py says why in double
+        size = square.double().sqrt().float().div_(root).add_(group["eps"])  # compact_adamw.py says why in double
         there = weight.index_select(0, rows)
         new = (there * (1 - group["lr"] * group["weight_decay"])).sub_(average.div(size).mul_(rate))
         weight.index_copy_(0, rows, torch.where(keep, new, there))
