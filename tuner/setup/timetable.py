@@ -14,18 +14,8 @@ from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
 from tuner.setup.portions import extent_of
 from tuner.setup.settled import rows_at_once
-from tuner.train.plan import (
-    Cadence,
-    Plan,
-    ScaledByBatch,
-    Schedule,
-    StartedLater,
-    build_schedule,
-    cadence,
-    mark_steps,
-    peak_factor,
-    schedule_flaws,
-)
+from tuner.train import plan as planning
+from tuner.train.plan import Cadence, Plan, Schedule, build_schedule, mark_steps, schedule_flaws
 
 if TYPE_CHECKING:
     from tuner.setup.resolve import Resolved
@@ -125,7 +115,7 @@ def rates(resolved: "Resolved", prepared: PreparedData, table: Timetable, starts
     written, limit = float(recipe.optimizer.lr), extent.limit
     if limit is None:
         return Rates(written, written, [])
-    highest = written * peak_factor(table.schedule, starts.schedule + 1, limit)
+    highest = written * planning.peak_factor(table.schedule, starts.schedule + 1, limit)
     rest = replace(table.plan, total_steps=limit - starts.schedule)
     return Rates(written, highest, schedule_flaws(recipe.schedule, rest, extent.tokens))
 
@@ -144,7 +134,7 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
         raise RecipeError(f"train.duration: no steps of {limit} are left", hint="lengthen it")
 
     def due(every: Sequence[Duration] | None) -> Cadence:
-        return cadence(_known(every, limit), whole, tokens)
+        return planning.cadence(_known(every, limit), whole, tokens)
 
     kept = due(recipe.checkpoint.keep_every)
     marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens) | ({0} if recipe.checkpoint.at_start else set())
@@ -179,7 +169,7 @@ def run_schedule(
     start = starts.schedule
     rest = replace(plan, total_steps=max(1, plan.total_steps - start))
     found: Schedule = build_schedule(recipe.schedule, rest if start else plan, row_tokens)
-    found = StartedLater(found, start) if start else found
+    found = planning.StartedLater(found, start) if start else found
     if plan.sizes is None or not recipe.train.batch_scales_lr:
         return found
-    return ScaledByBatch(found, plan.sizes, starts.data)
+    return planning.ScaledByBatch(found, plan.sizes, starts.data)

@@ -31,19 +31,7 @@ from tuner.parallel.layouts import ShardLayout
 from tuner.runtime.device import is_traced, target, triton_problem
 from tuner.runtime.parts import Box
 from tuner.train import moments
-from tuner.train.moments import (
-    BLOCK,
-    CHUNK,
-    FIRST_CELL,
-    LAST_CELL,
-    At,
-    CodeMap,
-    Moment,
-    MomentPart,
-    Step,
-    decode,
-    encode,
-)
+from tuner.train.moments import At, CodeMap, Moment, MomentPart, Step, decode, encode
 
 
 class CompactAdamW(moments.FlaggedOptimizer):
@@ -274,20 +262,20 @@ def _update_native(part: MomentPart, step: Step) -> None:
     library.call(
         "adamw", "AdamW", **part.arguments(step), rows=len(part.weight),
         bfloat_gradient=part.gradient.dtype == torch.bfloat16, by_chance=part.key is not None,
-        coded=part.average.scales is not None, first_cell=FIRST_CELL, last_cell=LAST_CELL,
+        coded=part.average.scales is not None, first_cell=moments.FIRST_CELL, last_cell=moments.LAST_CELL,
     )
 
 
 def update_plainly(part: MomentPart, step: Step) -> None:
     """The same in plain torch, a piece at a time."""
     rows, width = part.weight.shape
-    for where in _pieces_of_rows(rows, width, CHUNK[part.weight.device.type]):
+    for where in _pieces_of_rows(rows, width, moments.CHUNK[part.weight.device.type]):
         _update_piece(part, step, where)
 
 
 def _pieces_of_rows(rows: int, width: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Cut rows, or where one is larger than this size whole blocks of it."""
-    wide = max(BLOCK, size // BLOCK * BLOCK)
+    wide = max(moments.BLOCK, size // moments.BLOCK * moments.BLOCK)
     high = max(1, size // width)
     for row in range(0, rows, high):
         for column in range(0, width, wide):
@@ -313,7 +301,7 @@ def _update_piece(part: MomentPart, step: Step, where: tuple[slice, slice]) -> N
 
 
 def _blocks(where: tuple[slice, slice]) -> tuple[slice, slice]:
-    return where[0], slice(where[1].start // BLOCK, -(-where[1].stop // BLOCK))
+    return where[0], slice(where[1].start // moments.BLOCK, -(-where[1].stop // moments.BLOCK))
 
 
 def _read(moment: Moment, codes: CodeMap, where: tuple[slice, slice]) -> torch.Tensor:
