@@ -23,14 +23,13 @@ from tuner.config.recipe import InitFrom
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
-from tuner.model.vetting import vet_adapter
+from tuner.model.vetting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, vet_adapter
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import CHECKPOINTS, MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
 from tuner.runtime.files import read_json, require_small_configs
 
 Kind = Literal["checkpoint", "export", "model directory", "adapter"]
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """The ends of the names of an adapter's parts, as peft's files have them."""
 NEW_ROWS = ".new_rows"

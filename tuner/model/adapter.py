@@ -118,10 +118,16 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
 
 
 def _inject(config: LoraConfig, model: PreTrainedModel, targets: Sequence[str], on_meta: bool) -> None:
-    if stacked_weights(model) and taken_for_experts(model, targets):
-        inject_as_named(config, model, ADAPTER, on_meta)
+    if not (stacked_weights(model) and taken_for_experts(model, targets)):
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
         return
-    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+    parts: Any = nn.Module()  # without the model's type peft adapts the very layers that its config names
+    for name, child in model.named_children():
+        parts.add_module(name, child)
+    inject_adapter_in_model(config, parts, ADAPTER, low_cpu_mem_usage=on_meta)
+    for name, child in parts.named_children():
+        setattr(model, name, child)
+    model.peft_config = parts.peft_config  # as it notes it on a whole model
 
 
 def _leave_input(layer: Any) -> None:
@@ -486,14 +492,3 @@ def _is_taken(model: PreTrainedModel, last: str) -> bool:
     except ValueError:  # it wants the experts' other weight named as well, which lies in the same tensor
         return True
     return last not in config.target_modules
-
-
-def inject_as_named(config: LoraConfig, model: PreTrainedModel, adapter: str, on_meta: bool) -> None:
-    """Have peft adapt the very layers that its config names, in place: it gets the model's parts without their type."""
-    parts: Any = nn.Module()
-    for name, child in model.named_children():
-        parts.add_module(name, child)
-    inject_adapter_in_model(config, parts, adapter, low_cpu_mem_usage=on_meta)
-    for name, child in parts.named_children():
-        setattr(model, name, child)
-    model.peft_config = parts.peft_config  # as it notes it on a whole model

@@ -182,8 +182,8 @@ def use_flash_version(config: PretrainedConfig, device: torch.device, cache: Pat
     chosen = None
     for version in there:
         if wanted in {None, version.name}:
-            problem = _problem_with(version, [heads for heads in kinds if _serves(version, heads, major)], device)
-            if problem is None:
+            tried = (_tried(version, heads, device) for heads in kinds if _serves(version, heads, major))
+            if (problem := next((why for why in tried if why is not None), None)) is None:
                 chosen = version
                 break
             warnings.warn(f"{version.package} is installed, and {USUAL} is used: {problem}", stacklevel=2)
@@ -251,14 +251,9 @@ def used(version: Version | None) -> Iterator[None]:
         _switch_to(before)
 
 
-def _problem_with(version: Version, kinds: list[Heads], device: torch.device) -> str | None:
-    """Why a version is not to be used: for some of the heads it fails, or gives other results than the second one."""
-    tried = (_tried(version, heads, device) for heads in kinds)
-    return next((problem for problem in tried if problem is not None), None)
-
-
 @cache
 def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
+    """Why a version is not to be used: for these heads it fails, or gives other results than the second one."""
     with used(None):
         before = _results(heads, device)
     try:

@@ -106,7 +106,10 @@ def _taps(root: CausalLM, blocks: Sequence[nn.Module], found: Observation, rows_
                 stack.callback(vars(module).pop, _OBSERVER)
         if _tells_routers(root):
             decoder, note = decoder_of(root.model), partial(_note_routers, root, blocks, found)
-            stack.callback(decoder.register_forward_pre_hook(_ask_routers, with_kwargs=True).remove)
+            ask = decoder.register_forward_pre_hook(
+                lambda _, inputs, named: (inputs, named | {"output_router_logits": True}), with_kwargs=True
+            )
+            stack.callback(ask.remove)
             stack.callback(decoder.register_forward_hook(note).remove)
         else:
             for index, block in enumerate(blocks):
@@ -198,18 +201,12 @@ def largest_logit(attended: Attended, rows_at: float, rows: int = ROWS) -> torch
     return torch.stack(found).amax()
 
 
-def _ask_routers(
-    decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Have a forward of the decoder give back what its routers say."""
-    return inputs, named | {"output_router_logits": True}
-
-
 def _note_routers(
     root: CausalLM, blocks: Sequence[nn.Module], found: Observation, decoder: nn.Module, inputs: object, output: Any
 ) -> None:
     """Count the choices, and add up entropies and logits, of tokens that count."""
-    layers = [index for index, block in enumerate(blocks) if _has_experts(block)]
+    names = [{name.rpartition(".")[2] for name, _ in block.named_modules()} for block in blocks]
+    layers = [index for index, own in enumerate(names) if "experts" in own]
     logits: Sequence[torch.Tensor] = output.router_logits
     own: Any = root.model
     found.per_token, counted = int(own.num_experts_per_tok), root.layout.token_mask
@@ -226,7 +223,3 @@ def _note_routers(
             values = values.masked_fill(~counted[:, None], -torch.inf)
         new = RouterShares(hits.sum(0), said.sum(1), values.amax())
         found.routers[index] = new.plus(found.routers.get(index))
-
-
-def _has_experts(block: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "experts" for name, _ in block.named_modules())

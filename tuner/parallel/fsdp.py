@@ -57,7 +57,10 @@ def shard(
     """
     mesh = meshes.weights
     assert mesh is not None, "there is an axis to shard over"
-    blocks, options = decoder_blocks(root.model), _options(mesh, on_host, reduced_in)
+    blocks = decoder_blocks(root.model)
+    options: dict[str, Any] = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=reduced_in)}
+    if on_host:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
     trained = any(parameter.requires_grad for parameter in root.parameters())
     if meshes.expert is not None and meshes.expert_weights is not None:
         lie = {p for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh == meshes.expert}
@@ -86,14 +89,6 @@ def shard(
     root.parts.complete(most_forwards=_most)
     for method in FORWARD_METHODS:
         fsdp.register_fsdp_forward_method(root, method)
-
-
-def _options(mesh: DeviceMesh, on_host: bool, reduced_in: torch.dtype | None) -> dict[str, Any]:
-    """What all units are sharded with."""
-    options: dict[str, Any] = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=reduced_in)}
-    if on_host:
-        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
-    return options
 
 
 def _most(forwards: int) -> int:

@@ -200,8 +200,6 @@ def _is_in(place: tuple[int, ...], box: Box) -> bool:
     return all(at <= index < at + size for index, at, size in zip(place, box.at, box.sizes, strict=True))
 
 
-_SIDE = {"cuda": 1024}
-_SIDE_ELSEWHERE = 256
 _NUMBERS = 4096
 """Elements that each process sends in a collective."""
 
@@ -214,7 +212,7 @@ class KnownProducts:
 
     def __init__(self, device: torch.device, autocast: Callable[[], AbstractContextManager[object]]) -> None:
         self._autocast = autocast
-        side = _SIDE.get(device.type, _SIDE_ELSEWHERE)
+        side = 1024 if device.type == "cuda" else 256
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randint(-1, 2, (side, side), generator=generator).float() for _ in range(2)]
         drawn = [torch.randn(side, side, generator=generator) for _ in range(2)]

@@ -239,7 +239,7 @@ def update(part: MomentPart, step: Step) -> None:
     kind = target(part.weight)
     if kind == "cpu" and _has_native():
         _update_native(part, step)
-    elif kind == "cuda" and (is_traced() or _has_triton()):
+    elif kind == "cuda" and (is_traced() or _triton_problem() is None):
         if not is_traced():
             from tuner.train.triton_adamw import launch
 
@@ -253,9 +253,7 @@ def _has_native() -> bool:
     return library.native_problem() is None
 
 
-@cache
-def _has_triton() -> bool:
-    return triton_problem() is None
+_triton_problem = cache(triton_problem)
 
 
 def _update_native(part: MomentPart, step: Step) -> None:

@@ -51,8 +51,9 @@ def quantizable(model: PreTrainedModel, kept: Sequence[str] = ()) -> dict[str, n
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and is_linear(module) and not isinstance(module, QuantizedLinear)
-        if module is not head_layer(model) and not _is_router(name, module, experts)
-        if f"{name}.weight" not in float32
+        # A router has one number for each expert, or one for an expert that is shared.
+        if module is not head_layer(model) and module.out_features not in {1, experts}
+        if "router" not in name.rpartition(".")[2] and f"{name}.weight" not in float32
     }
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     whole = select(kept, owning, "adapter.modules_to_save")
@@ -94,11 +95,6 @@ def left_whole(model: nn.Module) -> str | None:
         f"model.quantize: {len(names)} weights stay as they are, such as {names[0]}: "
         "only linear layers are quantised, no experts that lie in one tensor"
     )
-
-
-def _is_router(name: str, layer: nn.Linear, experts: int) -> bool:
-    """Whether a layer chooses or weighs experts: one number for each of them, or for one that is shared."""
-    return layer.out_features in {1, experts} or "router" in name.rpartition(".")[2]
 
 
 def quantized_layers(model: nn.Module) -> Mapping[str, QuantizedLinear]:

@@ -48,7 +48,7 @@ def fill(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, native
     where the compiled kernel cannot be had.
     """
     codes, scales = _dense_rows(codes), _dense_rows(scales)
-    if target(codes) == "cuda" and (is_traced() or _triton_works()):
+    if target(codes) == "cuda" and (is_traced() or _triton_problem() is None):
         launch(output, codes, scales)
     elif native and codes.device.type == "cpu" and output.dtype in plain.TYPES_IN_C:
         plain.decode_in_c(output, codes, scales)
@@ -69,9 +69,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-@cache
-def _triton_works() -> bool:
-    return triton_problem() is None
+_triton_problem = cache(triton_problem)
 
 
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}

@@ -321,11 +321,8 @@ def repeat_heads(layer: nn.Module, own: slice, enter: SharedInput) -> None:
     Each process has that part of its parameters' gradients that comes through these heads.
     """
 
-    def choose(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-        return output[..., own]
-
     layer.register_forward_pre_hook(lambda module, given: (enter(given[0]), *given[1:]))
-    layer.register_forward_hook(choose)
+    layer.register_forward_hook(lambda module, given, output: output[..., own])
 
 
 def gather_heads(norm: nn.Module, group: Group) -> None:
