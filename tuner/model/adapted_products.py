@@ -38,18 +38,13 @@ def take_together(model: nn.Module, adapter: str) -> None:
             setattr(one, TOGETHER, (Together([one]), 0))
         for names in GIVEN_ONE_INPUT:
             group = [one for name, one in taken.items() if name in names]
-            alike = {_kind_of(one, adapter) for one in group}
+            bases = [(one.get_base_layer(), one.scaling[adapter]) for one in group]
+            alike = {(type(b), held_tensor(b).dtype, b.in_features, b.bias is None, scaling) for b, scaling in bases}
             if len(group) > 1 and len(alike) == 1 and isinstance(group[0].lora_dropout[adapter], nn.Identity):
                 together = Together(group)
                 together.clear_after(module)
                 for number, one in enumerate(group):
                     setattr(one, TOGETHER, (together, number))
-
-
-def _kind_of(layer: Any, adapter: str) -> tuple[Any, ...]:
-    """What layers that are computed together have in common."""
-    base = layer.get_base_layer()
-    return type(base), held_tensor(base).dtype, base.in_features, base.bias is None, layer.scaling[adapter]
 
 
 class Together:

@@ -204,6 +204,10 @@ def _to_experts(tokens: torch.Tensor, exchange: TokenExchange, per_token: int) -
     return exchange.there(tokens[exchange.order // per_token])
 
 
+def _sums_of_tokens(upstream: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
+    return _to_tokens(upstream, exchange, per_token).sum(1)
+
+
 def _to_tokens(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
     """Rows ``[N, D]``, which go back, as the router named these: ``[T, K, D]``."""
     returned = exchange.back(rows)
@@ -212,7 +216,7 @@ def _to_tokens(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> t
     return placed.view(-1, per_token, rows.shape[1])
 
 
-_dispatched = two_way(_to_experts, lambda rows, exchange, per_token: _to_tokens(rows, exchange, per_token).sum(1))
+_dispatched = two_way(_to_experts, _sums_of_tokens)
 """Tokens ``[T, D]`` as rows ``[N, D]`` where their experts are. A token's gradient is the sum over its rows."""
 _combined = two_way(_to_tokens, lambda chosen, exchange, _: exchange.there(chosen.flatten(0, 1)[exchange.order]))
 """Rows ``[N, D]`` back where their tokens are: ``[T, K, D]``."""

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.parallel.layouts import along
 from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes, mesh_on
 from tuner.runtime.device import to_device
 from tuner.runtime.parts import Cut, cuts_of, local, part_at
@@ -453,6 +452,8 @@ def _unsharded(sharded: DTensor) -> torch.Tensor:
     own = part_at(shape, sizes, tuple(cuts[axis] for axis in inner), tuple(place[axis] for axis in inner))
     for axis, cut in enumerate(cuts):
         if cut is not None and axis not in inner:
+            from tuner.parallel.layouts import along  # where processes split layers
+
             part = along(part, cut.dim, own.shape[cut.dim], mesh.get_group(axis))
     if not inner:
         return part

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from tuner.parallel.lookup import gather_parts, reduce_scatter_parts
-from tuner.runtime.parts import Box, cuts_of, local, part_of
+from tuner.runtime.parts import cuts_of, local, part_of
 from tuner.runtime.process import Collective
 
 CHUNK = 1 << 18
@@ -192,12 +192,9 @@ def _place(tensor: torch.Tensor, element: int) -> tuple[int, ...]:
     place = tuple(map(int, np.unravel_index(element, local(tensor).shape)))
     if not isinstance(tensor, DTensor):
         return place
-    box = next(box for box in part_of(tensor).boxes if _is_in(place, box))
+    boxes = part_of(tensor).boxes
+    box = next(b for b in boxes if all(a <= i < a + n for i, a, n in zip(place, b.at, b.sizes, strict=True)))
     return tuple(index - at + offset for index, at, offset in zip(place, box.at, box.offsets, strict=True))
-
-
-def _is_in(place: tuple[int, ...], box: Box) -> bool:
-    return all(at <= index < at + size for index, at, size in zip(place, box.at, box.sizes, strict=True))
 
 
 _NUMBERS = 4096
