@@ -22,7 +22,7 @@ from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.native.library import native_problem
 from tuner.run.options import LaunchOptions
-from tuner.train import compact_adamw
+from tuner.train import compact_adamw, moments
 from tuner.train.compact_adamw import mixed, name_keys, noise, rounded, step_keys
 from tuner.train.moments import MomentPart, Step, decode, encode
 from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
@@ -184,7 +184,7 @@ def test_kernels_and_parts_have_the_bits_of_plain_torch(
     ways: list[Callable[[MomentPart, Step], None]] = [compact_adamw.update_plainly]
     if native_problem() is None:
         ways.append(compact_adamw._update_native)
-    monkeypatch.setitem(compact_adamw.CHUNK, "cpu", 256)
+    monkeypatch.setitem(moments.CHUNK, "cpu", 256)
     for way in ways:
         for processes in (1, 2, 4):
             step = -(-rows // processes)
