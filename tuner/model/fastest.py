@@ -43,11 +43,11 @@ VERSIONS = (FLASH_4, FLASH_3)
 """The newest first."""
 DIRECTORY = "kernels"
 """Of the cache: what is compiled, and what was measured."""
-USUAL = "flash attention 2"
+USUAL_FLASH = "flash attention 2"
 WAY_TO_FLASH_4 = "pip install flash-attn-4==4.0.0b36"
 MOST_TOKENS = 16384
 """Of the document that is timed: a pass over one of 100,000 takes a second, and rates hardly grow beyond this."""
-ALLOWED = 2e-2
+FLASH_ALLOWED = 2e-2
 """How far results in bf16 may be from those of the second version, relative: twice what rounding makes of them."""
 
 
@@ -118,7 +118,7 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
             if version is FLASH_4 and (why := _without_windows(config, heads, device_generation)) is not None:
                 words += f", but for layers with a window: {why}"
         elif words == "flash attention":
-            words = USUAL
+            words = USUAL_FLASH
         if is_here and not there and dtype in flash4.TYPES and _serves(FLASH_4, heads, device_generation):
             words += f" (for this device there is {FLASH_4.name}: {WAY_TO_FLASH_4})"
         found[words] = None
@@ -178,7 +178,7 @@ def use_flash_version(config: PretrainedConfig, device: torch.device, cache: Pat
     """
     flash4.keep_kernels(cache / DIRECTORY)
     kinds, major = Heads.of(config), generation(device.index)
-    there = versions_for(kinds, major) if takes_our_attention(config) and wanted != USUAL else ()
+    there = versions_for(kinds, major) if takes_our_attention(config) and wanted != USUAL_FLASH else ()
     chosen = None
     for version in there:
         if wanted in {None, version.name}:
@@ -186,8 +186,8 @@ def use_flash_version(config: PretrainedConfig, device: torch.device, cache: Pat
             if (problem := next((why for why in tried if why is not None), None)) is None:
                 chosen = version
                 break
-            warnings.warn(f"{version.package} is installed, and {USUAL} is used: {problem}", stacklevel=2)
-    if wanted is not None and wanted not in {USUAL, *(version.name for version in there)}:
+            warnings.warn(f"{version.package} is installed, and {USUAL_FLASH} is used: {problem}", stacklevel=2)
+    if wanted is not None and wanted not in {USUAL_FLASH, *(version.name for version in there)}:
         said = f"the run was trained with {wanted}, which is not here: results may round otherwise"
         warnings.warn(said, stacklevel=2)
     _switch_to(chosen)
@@ -220,7 +220,7 @@ def fastest_version(config: PretrainedConfig, device: torch.device, cache: Path,
         return Candidate(name, results, work)
 
     others = [candidate(version.name, version) for version in there]
-    return fastest(candidate(USUAL, None), others, ALLOWED, seconds_on(device))
+    return fastest(candidate(USUAL_FLASH, None), others, FLASH_ALLOWED, seconds_on(device))
 
 
 _ours: list[Version] = []
@@ -258,7 +258,7 @@ def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
         before = _results(heads, device)
     try:
         with used(version):
-            return problem_with(_results(heads, device), before, ALLOWED)
+            return problem_with(_results(heads, device), before, FLASH_ALLOWED)
     except Exception as error:  # noqa: BLE001 - whatever a package that is not ours raises
         return (str(error).splitlines() or [type(error).__name__])[0]
 

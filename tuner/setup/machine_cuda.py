@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from tuner.errors import MachineError
-from tuner.model.fastest import FLASH_4, WAY_TO_FLASH_4, Heads, versions_for
-from tuner.model.fastest import USUAL_LOSS as USUAL
+from tuner.model.fastest import FLASH_4, USUAL_FLASH, WAY_TO_FLASH_4, Heads, versions_for
 from tuner.model.flash4_attention import problem
 from tuner.model.kernels import has_liger
 from tuner.runtime.before_torch import ALLOCATOR, SEGMENTS, is_wsl
@@ -58,9 +57,9 @@ def _attention() -> Check:
     if there:
         return Check("attention", "ok", f"{there[0].name}: {there[0].package} is installed")
     if problem(major, 128, 128, is_grouped=True, is_capped=False) is not None:
-        return Check("attention", "ok", f"{USUAL}: there is no later one for compute capability {major}.x")
+        return Check("attention", "ok", f"{USUAL_FLASH}: there is no later one for compute capability {major}.x")
     means = f"attention takes longer than by {FLASH_4.name}, which is for this device"
-    return Check("attention", "missing", f"{USUAL}, which torch brings", means, WAY_TO_FLASH_4)
+    return Check("attention", "missing", f"{USUAL_FLASH}, which torch brings", means, WAY_TO_FLASH_4)
 
 
 def _page_lock() -> Check:
