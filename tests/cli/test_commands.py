@@ -12,9 +12,8 @@ from tests.fixtures.tables import cases
 from tuner.cli.commands import COMMANDS, GROUPS, WITH_FLAGS
 from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
-from tuner.config.examples import EXAMPLES
 from tuner.config.load import ReadRecipe, load_recipe
-from tuner.config.shipped import shipped_recipes
+from tuner.config.shipped import EXAMPLES, shipped_recipes
 from tuner.setup.check import check_recipe
 
 MESSAGES = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'

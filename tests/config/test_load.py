@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.fixtures.tables import cases
 from tuner import load_recipe as public_load
 from tuner.config.dump import recipe_dict, recipe_yaml
+from tuner.config.fields import recipe_schema
 from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.config.paths import recipes_dir
-from tuner.config.schema import recipe_schema
 from tuner.config.shipped import shipped_recipes
 from tuner.errors import RecipeError
 
@@ -280,7 +280,7 @@ def test_a_rate_that_no_step_survives_is_refused(kind: str, lr: int | str) -> No
 
 def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.config.paths import resolve_paths
-    from tuner.config.tree import Problems, tree_of
+    from tuner.config.yaml import Problems, tree_of
 
     uses: list[object] = [{"use": "my_hooks.py:Notify"}, "../a/b.py:c", {"use": "installed_name"}, "/x/y.py:z"]
     tree = tree_of({"hooks": [*uses, "${CODE}/h.py:H"], "optimizer": {"use": "o.py:O"}}, "", tmp_path)

@@ -32,8 +32,7 @@ from tuner.config.dump import flow
 from tuner.config.imported import import_text
 from tuner.config.other_configs import Tool
 from tuner.config.other_methods import PAIRS
-from tuner.config.tree import Problems, tree_of
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, read_yaml, tree_of
 from tuner.errors import Problem, RecipeError
 
 HERE = Path(__file__).resolve().parent

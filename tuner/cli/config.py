@@ -70,6 +70,6 @@ def diff(old: str, new: str) -> Outcome:
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""
-    from tuner.config.schema import recipe_schema
+    from tuner.config.fields import recipe_schema
 
     return Outcome(json.dumps(recipe_schema(), indent=2), is_text=True)

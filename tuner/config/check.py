@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
-from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
 from tuner.config.value_types import OneOf, shown
+from tuner.config.yaml import KeyPath, Node, Problems, dotted, tree_of
 
 PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
 

@@ -14,8 +14,7 @@ from tuner.config.overrides import Override, merge
 from tuner.config.paths import recipes_dir, resolve_paths
 from tuner.config.recipe import NAME, Recipe
 from tuner.config.shipped import shipped_recipes, ships
-from tuner.config.tree import Node, Problems, dotted, tree_of
-from tuner.config.yaml import MAX_BYTES, read_yaml
+from tuner.config.yaml import MAX_BYTES, Node, Problems, dotted, read_yaml, tree_of
 from tuner.errors import Problem, RecipeError
 
 __all__ = ["LoadedRecipe", "Override", "ReadRecipe", "RecipeText", "Source", "load_recipe", "read_recipe"]

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.fields import fields, find, item_fields, list_of
-from tuner.config.tree import KeyPath, Node, Problems, tree_of
-from tuner.config.yaml import read_yaml, resolve
+from tuner.config.yaml import KeyPath, Node, Problems, read_yaml, resolve, tree_of
 
 PREFIX = "TUNER_"
 """Of variables of the environment that are tuner's."""

@@ -14,7 +14,7 @@ from typing import Any
 from tuner.config.chat_templates import CHAT_TEMPLATES, is_template_word
 from tuner.config.eval_tasks import FILES, HARNESS
 from tuner.config.recipe import ITEMS, is_split
-from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.config.yaml import KeyPath, Node, Problems, dotted
 from tuner.stages import is_url, stage_of, url_of
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")

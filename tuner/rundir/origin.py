@@ -8,8 +8,7 @@ from typing import Any
 
 from tuner.config.dump import flatten
 from tuner.config.load import LoadedRecipe
-from tuner.config.tree import Problems
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, read_yaml
 from tuner.errors import TunerError
 from tuner.rundir.layout import RECIPE
 from tuner.rundir.run_json import is_run, read_record
