@@ -32,7 +32,7 @@ def write_models(directory: Path) -> None:
     import torch
 
     from tuner.config.recipe import AddedToken
-    from tuner.data.encoding.named_templates import template_source
+    from tuner.data.encoding.tokenizer_files import template_source
     from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, with_tokens
     from tuner.model.build import ModelSpec, build_model
 

@@ -19,8 +19,8 @@ from typing import Any
 from tools.commands import ROOT, asked
 from tools.import_campaign import PACKAGES, fetch
 from tools.tables import beside
-from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.tokenizer_files import named_template
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fixtures.rows import InMemory
 from tuner.data.batch_sizes import BatchSizes, Change
-from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
-from tuner.data.mixed_order import mixed_rows
+from tuner.data.batches import IGNORED, GlobalBatches, collate, mixed_rows, row_order
 from tuner.data.prepared import Row
 
 

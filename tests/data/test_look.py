@@ -16,7 +16,6 @@ from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
 from tuner.data import look as module
-from tuner.data import sample
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
@@ -242,7 +241,7 @@ def test_a_sample_of_a_large_source_is_drawn_from_all_over_it(
     rows += [tiny.chat(f"question {i}", "hello " * 300) for i in range(100)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": [{"role": "user", "content": 3}]}])
     whole = look_at(model, path)
-    monkeypatch.setattr(sample, "SAMPLE_COST", 60_000)
+    monkeypatch.setattr(module, "SAMPLE_COST", 60_000)
     part = look_at(model, path)
     assert (whole.is_counted, part.is_counted) == (True, False)
     for seen in (whole, part):

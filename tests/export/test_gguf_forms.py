@@ -20,8 +20,8 @@ from tests.export import runs
 from tests.export.gguf_models import FAMILIES, TEMPLATE, keys_of, write_model, write_tokenizer, written
 from tests.export.runs import LORA
 from tests.fixtures.go_template import rendered
-from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.tokenizer_files import template_source
 from tuner.errors import DataError, MachineError, RecipeError, VerificationError
 from tuner.export.hub import find_export, plan_push
 from tuner.export.tensors import held_tensor

@@ -10,7 +10,7 @@ from tests.fixtures import trainings
 from tests.fixtures.commands import tuner
 from tests.fixtures.trainings import launch, outcome
 from tuner.config.recipe import DataSource
-from tuner.data.reading import made as module
+from tuner.data.reading import spool as module
 from tuner.data.sources import expand
 from tuner.errors import DataError, PluginError, TunerError
 

@@ -60,8 +60,8 @@ class Place:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         from tuner.config.recipe import AddedToken
-        from tuner.data.encoding.named_templates import template_source
         from tuner.data.encoding.tokenizer import TextTokenizer
+        from tuner.data.encoding.tokenizer_files import template_source
         from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, with_tokens
 
         ends = [AddedToken(token=token, special=True) for token in (BEGIN, END)]

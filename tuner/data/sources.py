@@ -158,7 +158,7 @@ def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[S
 
 def _expand(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
     if source.use is not None:
-        from tuner.data.reading.made import made
+        from tuner.data.reading.spool import made
 
         return [_source_file(made(source.use, source.args, cache), "jsonl", source, index, name=source.use)]
     if source.path == "-":

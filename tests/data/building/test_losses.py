@@ -15,7 +15,7 @@ from tests.data.reading.files import write_stream
 from tuner.data.building.cache import valid
 from tuner.data.building.prepare import PreparedInfo, check_prepared, check_to_use, prepare, prepare_to_use
 from tuner.data.building.report import WHOLE, lengths_that_keep, report_lines
-from tuner.data.encoding.named_templates import template_source
+from tuner.data.encoding.tokenizer_files import template_source
 from tuner.errors import DataError
 from tuner.runtime.console import Console
 

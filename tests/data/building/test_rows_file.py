@@ -20,7 +20,7 @@ from tuner.data.batches import GlobalBatches
 from tuner.data.building import pack
 from tuner.data.building.pack import Segments, cut, in_blocks, in_order, row_batches
 from tuner.data.building.prepare import prepare
-from tuner.data.building.rows_file import segments_of, write_rows
+from tuner.data.building.rows import segments_of, write_rows
 from tuner.data.prepared import COUNTS, PackedRows, open_prepared, open_stream, row_counts
 from tuner.errors import DataError
 

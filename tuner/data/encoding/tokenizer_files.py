@@ -2,7 +2,7 @@
 
 What transformers loads is not what tokenizer.json says for many classes: `tuner.transformers_tokenizer` asks it, in a
 process of its own, once for each tokenizer and version. The answers are kept in the cache, those of other versions too:
-what changes from one version to the next is seen.
+what changes from one version to the next is seen. The chat templates that a recipe may name ship with the program.
 
     <cache>/tokenizers/<files>/<version of transformers>-<format>/    answer.json, and the files it replaces
 """
@@ -13,13 +13,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
@@ -30,6 +31,7 @@ from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
+
 
 BESIDE_MODEL = "with the config of the model"
 """What is said of a tokenizer that another class of transformers takes over next to the model that is trained."""
@@ -61,7 +63,6 @@ def load_tokenizer(
     """
     template, named = None, None
     if tokenizer.chat_template is not None:
-        from tuner.data.encoding.named_templates import named_template, template_source
 
         template, named = template_source(tokenizer.chat_template), named_template(tokenizer.chat_template)
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
@@ -332,3 +333,50 @@ def _model_eos_ids(directory: Path) -> list[int]:
             value = disk.read_json(directory / name).get("eos_token_id")
             ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
     return ids
+
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "templates"
+_CONTROL_TOKENS = DIRECTORY / "control_tokens.json"
+"""The control tokens that each template writes, besides the tokenizer's own bos_token and eos_token."""
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A built-in template."""
+
+    name: str
+    source: str
+    tokens: Sequence[str]
+    """Control tokens that it writes; a tokenizer that lacks one is given it."""
+
+    def require_end(self, special_tokens: Mapping[str, str], where: str) -> None:
+        """Check that a tokenizer has the eos_token with which the template ends answers, if it does. DataError."""
+        if "eos_token" in self.source and "eos_token" not in special_tokens:
+            raise DataError(
+                f"{where}: the template {self.name} ends answers with the tokenizer's eos_token, and it has none",
+                hint="write tokenizer.chat_template: chatml, which brings its own end of turn",
+            )
+
+
+def named_template(name: str | None) -> NamedTemplate | None:
+    """Return the built-in template of this name; None for a path."""
+    if name not in CHAT_TEMPLATES:
+        return None
+    source = (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
+    tokens = json.loads(_CONTROL_TOKENS.read_bytes())
+    return NamedTemplate(name, source, tuple(tokens.get(name, ())))
+
+
+def template_source(name_or_path: str) -> str:
+    """Return the source of a template by its name, or from its file. DataError."""
+    named = named_template(name_or_path)
+    if named is not None:
+        return named.source
+    try:
+        return Path(name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(
+            f"tokenizer.chat_template: {name_or_path}: {reason}",
+            hint=f"name a file, or a template: {', '.join(CHAT_TEMPLATES)}",
+        ) from error

@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
-from tuner.data.encoding.named_templates import template_source
+from tuner.data.encoding.tokenizer_files import template_source
 from tuner.runtime.files import write_atomic
 
 
