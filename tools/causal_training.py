@@ -19,8 +19,7 @@ from tools.causal_plain import ADAPTER_RATE, ALPHA, CLIPPED, OPTIMIZER, RANK, RA
 from tools.causal_rows import LAYOUTS, LENGTHS, STEPS, documents
 from tuner.api.exports import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.model.adapter import lora_layers
 from tuner.model.decode import greedy
 from tuner.model.flops import training_flops

@@ -29,8 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tools.commands import ROOT, asked, some, workplace
 from tools.recipes_campaign import SHAPES, whole_model
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.config.recipe import Recipe
 from tuner.config.shipped import shipped_recipes
 from tuner.parallel import fsdp

@@ -11,8 +11,7 @@ from tests.fixtures import commands, trainings
 from tests.fixtures.tables import cases
 from tuner.cli.commands import COMMANDS, GROUPS, WITH_FLAGS
 from tuner.cli.recipes import copy_named
-from tuner.config.dump import recipe_dict
-from tuner.config.load import ReadRecipe, load_recipe
+from tuner.config.load import ReadRecipe, load_recipe, recipe_dict
 from tuner.config.shipped import EXAMPLES, shipped_recipes
 from tuner.setup.check import check_recipe
 

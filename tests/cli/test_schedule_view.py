@@ -11,8 +11,7 @@ from tests.fixtures.commands import document, tuner
 from tests.fixtures.tables import cases
 from tuner.api.training import prepare_data
 from tuner.cli.work.schedule import drawing, figures, planned_schedule
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 

@@ -13,7 +13,7 @@ from tests.data import pairs, tiny
 from tests.fixtures import forked
 from tests.fixtures.tables import cases
 from tuner.cli.work.tokens import row_texts, token_lines
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import prepare
 from tuner.errors import DataError
 

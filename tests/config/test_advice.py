@@ -7,9 +7,9 @@ import pytest
 
 from tests.fixtures.tables import cases
 from tuner.config.advice import of_unknown
-from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
+from tuner.config.numbers import Span
 from tuner.config.other_configs import dialects
 from tuner.config.other_keys import convert, known_names, rules
 from tuner.config.other_tools import Absent, absent_features, other_values, theirs

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tuner.config.dump import flatten, recipe_dict
 from tuner.config.imported import Imported, import_text
-from tuner.config.load import RecipeText, load_recipe
+from tuner.config.load import RecipeText, flatten, load_recipe, recipe_dict
 from tuner.config.other_configs import dialects
 from tuner.errors import RecipeError
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.fixtures.tables import cases
 from tuner import load_recipe as public_load
-from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.fields import recipe_schema
-from tuner.config.load import LoadedRecipe, Override, load_recipe
+from tuner.config.load import LoadedRecipe, Override, load_recipe, recipe_dict, recipe_yaml
 from tuner.config.paths import recipes_dir
 from tuner.config.shipped import shipped_recipes
 from tuner.errors import RecipeError

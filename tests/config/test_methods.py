@@ -6,10 +6,8 @@ import pytest
 import yaml
 
 from tests.fixtures.tables import cases
-from tuner.config.dump import recipe_yaml
-from tuner.config.load import load_recipe
+from tuner.config.load import Override, load_recipe, recipe_yaml
 from tuner.config.methods import DpoMethod, Method
-from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 
 BASE: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}

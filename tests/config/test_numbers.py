@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fixtures.tables import cases
-from tuner.config.duration import WORDS, Duration
-from tuner.config.numbers import BINARY_SUFFIXES, DECIMAL_SUFFIXES, parse_bytes, parse_number, write_number
+from tuner.config.numbers import (
+    BINARY_SUFFIXES,
+    DECIMAL_SUFFIXES,
+    WORDS,
+    Duration,
+    parse_bytes,
+    parse_number,
+    write_number,
+)
 
 
 @pytest.mark.parametrize(("text", "value"), cases(__file__, "numbers_are_exact"))

@@ -9,10 +9,8 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.tables import cases
 from tests.fixtures.trainings import lines
-from tuner.config.dump import flatten, recipe_dict
 from tuner.config.imported import import_text
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, flatten, load_recipe, recipe_dict
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fixtures.tables import cases
-from tuner.config.duration import MOST_STEPS, StepRange, Steps, is_among
 from tuner.config.load import load_recipe
+from tuner.config.numbers import MOST_STEPS, StepRange, Steps, is_among
 from tuner.errors import RecipeError
 
 ENDS = st.integers(1, MOST_STEPS)

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe, recipe_dict, recipe_yaml
 from tuner.errors import RecipeError
 
 BASE: Any = cases(__file__, "base")

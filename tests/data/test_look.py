@@ -16,7 +16,7 @@ from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
 from tuner.data import look as module
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.look import Look, look

@@ -33,7 +33,7 @@ def test_the_rate_falls_between_the_marks() -> None:
     """The schedule that a rung gets begins to fall at the first mark of a period, and has fallen at the second."""
     import numpy as np
 
-    from tuner.config.duration import Duration
+    from tuner.config.numbers import Duration
     from tuner.config.schedules import WsdPeriodsSchedule
     from tuner.train.plan import plan_steps
     from tuner.train.schedule import build_schedule

@@ -9,8 +9,7 @@ import pytest
 
 from tests.fixtures import forked
 from tests.fixtures.trainings import launch
-from tuner.config.load import LoadedRecipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override
 from tuner.errors import DataError, RecipeError
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions

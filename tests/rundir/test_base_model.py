@@ -6,7 +6,7 @@ import pytest
 
 from tests.rundir import made
 from tuner.cli.command import load_for_command
-from tuner.config.overrides import Override
+from tuner.config.load import Override
 from tuner.errors import RecipeError
 
 

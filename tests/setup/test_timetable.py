@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.fixtures.tables import cases
-from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.setup.timetable import FEW_STEPS, few_steps
 from tuner.train.plan import Plan, plan_steps

@@ -9,9 +9,8 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.cli.work.schedule import drawing, planned_schedule
-from tuner.config.duration import Duration
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import PluginError, RecipeError

@@ -103,8 +103,7 @@ def test_figures_are_means_over_the_global_batch_for_any_micro_batch(workplace: 
 
 
 def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) -> None:
-    from tuner.config.load import load_recipe
-    from tuner.config.overrides import Override
+    from tuner.config.load import Override, load_recipe
     from tuner.data.building.spec import keys_of, prepare_spec
 
     def key(**flags: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import tables
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import TrainSection
 from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import RecipeError

@@ -16,8 +16,7 @@ from torch import nn
 from tests.fixtures import tables
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.cli.work.schedule import peaks
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.touched_rows import TouchedRows

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from transformers import optimization
 
 from tests.fixtures import tables
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Schedule as Section
 from tuner.errors import RecipeError
 from tuner.train.plan import plan_steps

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.check import check
-from tuner.config.dump import flatten, recipe_dict
 from tuner.config.fields import fields, find
+from tuner.config.load import flatten, recipe_dict
 from tuner.config.recipe import UNIONS
 from tuner.config.yaml import Problems, read_yaml, tree_of
 from tuner.errors import RecipeError

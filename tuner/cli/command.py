@@ -48,8 +48,7 @@ from tuner.runtime.warned import Warned, collected
 from tuner.stages import local_path
 
 if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
-    from tuner.config.overrides import Override
+    from tuner.config.load import LoadedRecipe, Override, ReadRecipe, RecipeText, Source
     from tuner.runtime.console import Console, Level
 else:
     Console = object  # which loads rich: help and completion do without
@@ -181,7 +180,7 @@ def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[
 
     `source` is a file or `-`, as in :func:`input_path`: a failed document ends the command with its exit code.
     """
-    from tuner.config.overrides import Override
+    from tuner.config.load import Override
 
     if source is None:
         return []

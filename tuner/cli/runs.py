@@ -14,7 +14,7 @@ from rich.text import Text
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import run_path
 from tuner.cli.output import fitted, stdout_columns
-from tuner.config.dump import flow
+from tuner.config.yaml import flow
 from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.given import sources_of

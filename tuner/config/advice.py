@@ -7,17 +7,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.dump import flow
 from tuner.config.fields import Field, fields, find, item_fields
 from tuner.config.other_data import unread
-from tuner.config.other_keys import convert, kind_of_adapter, known_names, no_adapter
+from tuner.config.other_keys import builder, convert, kind_of_adapter, known_names, no_adapter
 from tuner.config.other_methods import is_taught, kind_of
-from tuner.config.other_parts import builder
 from tuner.config.other_tools import absent, foreign, of_value, ours, section_of, theirs
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.section import Section
-from tuner.config.yaml import Node, dotted
+from tuner.config.yaml import Node, dotted, flow
 
 NEAR = 0.75
 """Likeness from which on a name counts as a misspelt one; below it a suggestion would be a guess."""

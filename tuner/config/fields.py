@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
 from tuner.config.value_types import OneOf, Table, Text, ValueType, value_type_of

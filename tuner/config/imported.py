@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.advice import fits
-from tuner.config.dump import flow, one_line
 from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.other_configs import Dialect, Tool, dataset_info, detect, dialects, read_given
@@ -21,6 +20,7 @@ from tuner.config.other_methods import PAIRS, PREFERENCES, kind_of, template_of
 from tuner.config.other_rules import PER_DEVICE, first_number, number, with_own_rows
 from tuner.config.other_tools import absent, of_value, theirs
 from tuner.config.recipe import Recipe
+from tuner.config.yaml import flow, one_line
 from tuner.errors import RecipeError
 
 _FIRST = ("max_steps", "max_steps_per_epoch", "warmup_steps", "num_warmup_steps", "save_strategy", "eval_strategy",

@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from tuner.config.duration import Duration, Span
-from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, write_number
+from tuner.config.numbers import DECIMAL_SUFFIXES, Duration, Real, Span, Whole, parse_number, write_number
 from tuner.config.schedules import DecayShape
 from tuner.config.section import Auto, Bool, Items, Rule, Section, table_rules
 from tuner.config.value_types import Several, Table, Text, ValueType, once, refuse, shown

@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.duration import CadenceSpan
-from tuner.config.numbers import Real, WeightedWords, Whole
+from tuner.config.numbers import CadenceSpan, Real, WeightedWords, Whole
 from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import T, Text, Word, refuse
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tuner.config.other_data import component_name, located, registered
-from tuner.config.other_keys import metric_logger
-from tuner.config.other_parts import adapter, sets_of
+from tuner.config.other_keys import adapter, metric_logger, sets_of
 from tuner.config.other_rules import Given, Lines, Rule, listed, made, number
 from tuner.config.other_tools import absent, of_value, sentence
 from tuner.config.yaml import package_table, resolve

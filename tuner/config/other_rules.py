@@ -260,7 +260,7 @@ def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
 
 
 def _of_module(place: str) -> Callable[..., Lines | str | None]:
-    """A rule in a module next to this one: `other_parts.optimizer`."""
+    """A rule in a module next to this one: `other_keys.optimizer`."""
     module, _, name = place.partition(".")
     rule: Callable[..., Lines | str | None] = getattr(import_module(f"tuner.config.{module}"), name)
     return rule

@@ -8,8 +8,7 @@ from typing import Any
 
 from tuner.config.numbers import write_number
 from tuner.config.other_data import located, table
-from tuner.config.other_keys import deepspeed
-from tuner.config.other_parts import adapter
+from tuner.config.other_keys import adapter, deepspeed
 from tuner.config.other_rules import Given, Lines, min_lr, number, of_number, percent
 from tuner.config.recipe import PEFT_TYPES
 

@@ -21,11 +21,10 @@ from pydantic import (
 )
 
 from tuner.config.chat_templates import TemplateNameOrPath
-from tuner.config.duration import CadenceSpan, Duration, Span, StepRange, Steps, bare_number
 from tuner.config.eval_tasks import EVAL_TASKS, LABELS_ONCE, EvalTask
 from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
-from tuner.config.numbers import Bytes, Real, Skips, Whole
+from tuner.config.numbers import Bytes, CadenceSpan, Duration, Real, Skips, Span, StepRange, Steps, Whole, bare_number
 from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
 from tuner.config.portions import PortionsSection
 from tuner.config.schedules import CosineSchedule, Schedule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag
 from pydantic_core import core_schema
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.value_types import Switch, Table, Text, refuse, shown
 from tuner.stages import url_of
 

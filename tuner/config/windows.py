@@ -7,9 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from tuner.config.duration import Duration, Span
 from tuner.config.eval_tasks import task_of
-from tuner.config.numbers import Whole
+from tuner.config.numbers import Duration, Span, Whole
 from tuner.config.portions import Late, ListFiles, Portion, PortionsSection
 from tuner.config.section import Bool, Effect, Rule, table_rules
 from tuner.config.value_types import NEVER, Several, Text, Word, once

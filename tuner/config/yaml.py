@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tuner.config.value_types import shown
 from tuner.errors import Problem
 
 Key = str | int
@@ -138,6 +140,7 @@ _WORDS = {word: value for value, words in _MEANT.items() for word in words}
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
 _BASED = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,60}|[0-9]{1,60}(\.[0-9]{0,60})?)([eE][-+]?[0-9]{1,4})?")
+_PLAIN = re.compile(r"[A-Za-z0-9/_]([A-Za-z0-9/_.% -]*[A-Za-z0-9/_.%-])?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -154,6 +157,31 @@ def resolve(text: str) -> Any:
     if _SPECIAL.fullmatch(text):
         return float(text.replace(".", "", 1))
     return text
+
+
+def one_line(text: str) -> str:
+    """A text on one line, without what is no plain character."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+def flow(value: Any) -> str:
+    """Write one value on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(str(key))}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(flow(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float):
+        return repr(value)
+    return shown(value)
+
+
+def _text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and resolve(text) == text:
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
 
 def read_yaml(text: str, name: str, base: Path, problems: Problems) -> Node:

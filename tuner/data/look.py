@@ -24,27 +24,16 @@ from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.encoded import bad_record, targets_of
 from tuner.data.building.spec import inflated_bytes, positions_in
-from tuner.data.encoding.compared import AnyEncoder
-from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
-from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.encode import AnyEncoder, Encoder, FastEncoderMismatch
+from tuner.data.encoding.tokenizer import TextTokenizer, parse_json, with_control_tokens, with_tokens
 from tuner.data.encoding.tokenizer_files import local_directory, local_files, named_template
-from tuner.data.encoding.tokenizer_json import parse_json, with_control_tokens, with_tokens
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED, TrainOn
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
-from tuner.data.reading.examples import answers_of
+from tuner.data.reading.examples import Conversation, Example, Learned, PlainText, PromptCompletion, Tokens, answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, reading_for
-from tuner.data.reading.records import (
-    Compared,
-    Conversation,
-    Example,
-    PlainText,
-    PromptCompletion,
-    Tokens,
-    form_of,
-    unused_texts,
-)
+from tuner.data.reading.records import form_of, unused_texts
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 from tuner.runtime.safetensors_header import read_header
@@ -89,14 +78,14 @@ class Sample:
     """Records drawn evenly from all that are offered, whatever their number: the same ones each time."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Example | Compared, RawRecord, SourceFile, int]] = []
+        self._kept: list[tuple[Learned, RawRecord, SourceFile, int]] = []
         self._cost = 0
         self._share = 1.0
         self._drawn = random.Random(0)
         self.is_all = True
         """Whether all that were offered are here."""
 
-    def offer(self, example: Example | Compared, record: RawRecord, file: SourceFile, before: int) -> None:
+    def offer(self, example: Learned, record: RawRecord, file: SourceFile, before: int) -> None:
         """Maybe keep a record; `before` are the lines of the file before its block."""
         if self._share < 1 and self._drawn.random() >= self._share:
             return
@@ -118,7 +107,7 @@ class Sample:
         self._cost = sum(_cost(example, record) for example, record, *_ in self._kept)
 
     @property
-    def examples(self) -> list[Example | Compared]:
+    def examples(self) -> list[Learned]:
         """The examples, in the order of their rows."""
         return [example for example, *_ in self._kept]
 
@@ -138,7 +127,7 @@ class Sample:
         return described(file, before, record, problem)
 
 
-def _cost(example: Example | Compared, record: RawRecord) -> int:
+def _cost(example: Learned, record: RawRecord) -> int:
     messages = max(len(part.messages) if isinstance(part, Conversation) else 1 for part in answers_of(example))
     return len(record.raw) * max(1, messages // CHEAP_MESSAGES)
 
@@ -165,7 +154,7 @@ class EncodedSample:
 
 
 def encoded_of(
-    tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind
+    tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind
 ) -> EncodedSample | None:
     """The examples as this tokenizer makes documents of them; None where it cannot."""
     each = 2 if kind == "preference" else 1
@@ -195,7 +184,7 @@ class Templated:
 
 
 def template_for(
-    own: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind, chats: bool
+    own: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind, chats: bool
 ) -> Templated:
     """The model's own template where it writes what the examples have; else the first that does."""
     if not chats:
@@ -210,7 +199,7 @@ def template_for(
     return Templated(named[whole], whole, lost or "")
 
 
-def _lost(tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind) -> str | None:
+def _lost(tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind) -> str | None:
     """What its template leaves out of the examples; None where it cannot write them."""
     encoded = encoded_of(tokenizer, examples, kind)
     return None if encoded is None else next((note for note in LOST if note in encoded.notes), "")

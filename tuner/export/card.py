@@ -12,7 +12,7 @@ import transformers
 from jinja2 import Environment
 
 import tuner
-from tuner.config.dump import flow
+from tuner.config.yaml import flow
 from tuner.export.source import ExportSource
 from tuner.rundir.layout import METRICS, TOKENIZER
 from tuner.rundir.records import Records

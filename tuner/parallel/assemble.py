@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import PreTrainedModel
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.dump import recipe_dict
+from tuner.config.load import recipe_dict
 from tuner.config.recipe import Recipe
 from tuner.data.encoding.tokenizer_files import local_directory
 from tuner.errors import TunerError

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict, recipe_yaml
 from tuner.config.recipe import TrainSection
 from tuner.errors import DataError, MachineError
 from tuner.run.meta import write_tokenizer

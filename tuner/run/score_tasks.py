@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.data.building.spec import prepare_spec
 from tuner.errors import RecipeError
 from tuner.evals.load import check_tasks, load_tasks

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
 from tuner.errors import TunerError
 from tuner.run.parts.part import Preflight
 from tuner.runtime import startup

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.checkpoint.manifest import SEAL, step_dirs, step_name
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
-from tuner.config.dump import recipe_dict
 from tuner.config.ladder import require_one_run
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe, recipe_dict
 from tuner.config.recipe import ExportSection, Recipe
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, counted
 from tuner.run.changes import (

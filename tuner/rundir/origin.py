@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.config.dump import flatten
-from tuner.config.load import LoadedRecipe
+from tuner.config.load import LoadedRecipe, flatten
 from tuner.config.yaml import Problems, read_yaml
 from tuner.errors import TunerError
 from tuner.rundir.layout import RECIPE

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tuner.config.dump import flow
+from tuner.config.yaml import flow
 from tuner.errors import RecipeError
 from tuner.rundir.curves import Chart
 from tuner.rundir.record import Run, differing, summary

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.config.dump import flatten
 from tuner.config.eval_tasks import EvalTask
+from tuner.config.load import flatten
 from tuner.config.yaml import Problems, read_yaml
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, synced_step, way_to_whole

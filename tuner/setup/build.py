@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuner.config.duration import StepRange
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
+from tuner.config.numbers import StepRange
 from tuner.config.recipe import DataSection, PeftAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer

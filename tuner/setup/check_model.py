@@ -8,9 +8,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from tuner.config.duration import Duration
 from tuner.config.load import LoadedRecipe
 from tuner.config.methods import head_of
+from tuner.config.numbers import Duration
 from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, PeftAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tuner.config.dump import recipe_dict
+from tuner.config.load import recipe_dict
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_stochastically
 from tuner.config.recipe import LowRankAdapter, ParallelSection, PeftAdapter, Recipe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError

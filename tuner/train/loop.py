@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tuner.config.duration import StepRange, is_among
+from tuner.config.numbers import StepRange, is_among
 from tuner.train.prefetcher import BatchSource
 from tuner.train.progress import Progress
 from tuner.train.schedule import Schedule

@@ -8,7 +8,7 @@ from itertools import count, takewhile
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import TrainSection
 from tuner.data.batch_sizes import BatchSizes, Change
 from tuner.errors import RecipeError

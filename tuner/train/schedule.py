@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config import schedules as sections
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.schedules import Schedule as Section
 from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import PluginError, RecipeError

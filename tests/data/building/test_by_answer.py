@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.data import families, tiny
 from tests.data.building.test_sampling import digests
 from tests.fixtures import commands
-from tuner.config.duration import Duration
-from tuner.data.building.explain import explain
+from tuner.config.numbers import Duration
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import PreparedInfo, prepare
 from tuner.data.building.report import report_lines, warnings_of
 from tuner.data.building.sampling import hold_out

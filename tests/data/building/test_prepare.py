@@ -21,13 +21,12 @@ from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import apart
-from tuner.data.building.encoded import record_batches
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.report import pace, report_lines, warnings_of
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
-from tuner.data.prepared import PackedRows, open_prepared, open_stream
+from tuner.data.prepared import PackedRows, open_prepared, open_stream, record_batches
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
 

@@ -10,7 +10,7 @@ import pytest
 from tests.data import families, tiny
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.place import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.records import parse_record

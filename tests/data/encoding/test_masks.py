@@ -11,14 +11,13 @@ from tests.data import tiny
 from tests.fixtures.tables import cases
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
-from tuner.data.encoding.place import Document
+from tuner.data.encoding.place import Document, EncodedBatch
 from tuner.data.encoding.template_limits import MAX_STEPS
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files
 from tuner.data.encoding.turns import TrainOn
+from tuner.data.reading.examples import Tokens
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Tokens, parse_record
+from tuner.data.reading.records import parse_record
 
 TEMPLATES: dict[str, str] = {"chatml": tiny.CHATML, **cases(__file__, "templates")}  # type: ignore[dict-item]
 LOOP_LAST, MARKED = TEMPLATES["loop_last"], TEMPLATES["marked"]
@@ -84,7 +83,7 @@ def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
 
 
 def test_byte_tokenizer_masks() -> None:
-    tokenizer = TextTokenizer(byte_tokenizer_files())
+    tokenizer = TextTokenizer(byte_files())
     document = encode(tiny.chat("h\u00e9", "\U0001f642", "x", "y"), tokenizer=tokenizer)
     assert trained_parts(document, tokenizer) == ["\U0001f642<|eos|>", "y<|eos|>"]
 

@@ -14,13 +14,11 @@ from tests.fixtures.tables import cases
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.recipe import AddedToken, TokenizerSection
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
-from tuner.data.encoding.place import APART
+from tuner.data.encoding.place import APART, EncodedBatch
 from tuner.data.encoding.template import ChatTemplate, named_templates
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
-from tuner.data.encoding.tokenizer import TextTokenizer, declared_special_tokens
+from tuner.data.encoding.tokenizer import TextTokenizer, declared_special_tokens, with_control_tokens, with_tokens
 from tuner.data.encoding.tokenizer_files import DIRECTORY, NamedTemplate, load_tokenizer, named_template
-from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
 from tuner.data.encoding.turns import Planner
 from tuner.data.reading.records import parse_record
 from tuner.errors import DataError

@@ -16,9 +16,8 @@ from tests.data.families import TEMPLATES
 from tests.fixtures.tables import cases
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.template import ChatTemplate
-from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files
 from tuner.data.encoding.tokenizer_files import load_tokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 
 TEXTS, CHATS = cases(__file__, "texts"), cases(__file__, "chats")
@@ -104,7 +103,7 @@ def test_byte_tokenizer_loads_in_transformers_with_the_same_ids(tmp_path: Path) 
     assert (again.hash, again.template_hash) == (ours.hash, ours.template_hash)
 
 
-BYTES = TextTokenizer(byte_tokenizer_files())
+BYTES = TextTokenizer(byte_files())
 
 
 @given(st.text())
@@ -158,7 +157,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 def test_data_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, tuner.data.building.spec, tuner.data.building.explain;"
+        "import sys, tuner.data.building.spec, tuner.data.building.documents;"
         "import tuner.data.batches, tuner.cli.prepare_data;"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )

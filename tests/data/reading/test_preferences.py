@@ -10,9 +10,10 @@ from tests.data.reading.cases import cases
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
+from tuner.data.reading.examples import Labelled, Pair
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, proposals, reading_for
-from tuner.data.reading.records import Labelled, Pair, read_as
+from tuner.data.reading.records import read_as
 
 
 def parsed(kind: ExampleKind, row: dict[str, Any]) -> Any:

@@ -10,10 +10,11 @@ from tests.data.reading.cases import cases
 from tests.fixtures import tables
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
+from tuner.data.reading.examples import Conversation
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, proposals, ways_out
-from tuner.data.reading.records import Conversation, parse_record, read_as, unused_texts
+from tuner.data.reading.records import parse_record, read_as, unused_texts
 
 
 @pytest.mark.parametrize(("row", "expected"), cases("good", "row", "example"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.fixtures.queued_device import QueuedDevice
-from tuner.config.duration import Duration
 from tuner.config.methods import DpoMethod, LoggedFigure
+from tuner.config.numbers import Duration
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log

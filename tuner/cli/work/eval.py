@@ -8,8 +8,7 @@ from typing import Any
 
 from tuner.cli.command import Outcome, is_recipe_here, load_for_command
 from tuner.cli.output import columns
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.errors import RecipeError, counted
 from tuner.run.score import Score, Trained, find_trained, run_recipe, score
 from tuner.run.score_gguf import score_gguf

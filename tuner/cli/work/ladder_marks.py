@@ -8,7 +8,7 @@ from typing import Any
 from tuner.cli.command import Outcome, input_path, load_for_command
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.config.ladder import short_count
-from tuner.config.overrides import Override
+from tuner.config.load import Override
 from tuner.errors import RecipeError
 from tuner.ladder import score
 from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of

@@ -8,7 +8,7 @@ from tuner.cli.command import Outcome
 from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.cache import cache_path, valid
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare, prepare_portions
 from tuner.data.building.report import done_line, report_lines
 from tuner.data.building.spec import PrepareSpec, keys_of, prepare_spec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tuner.cli.output import columns
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule

@@ -3,7 +3,7 @@
 import json
 from itertools import groupby
 
-from tuner.data.building.explain import DocumentView, TokenView
+from tuner.data.building.documents import DocumentView, TokenView
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.runtime.console import escape
 

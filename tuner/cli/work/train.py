@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
-from tuner.config.load import LoadedRecipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override
 from tuner.errors import counted
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, Resume, RunResult

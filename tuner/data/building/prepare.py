@@ -16,7 +16,7 @@ from typing import Any
 from tuner.config.portions import Portion
 from tuner.data.building.cache import build_once, cache_path, others_may_write, valid
 from tuner.data.building.spec import PrepareSpec, SplitSources, expected_bytes, keys_of, sources_of
-from tuner.data.portions import next_portion
+from tuner.data.sources import next_portion
 from tuner.errors import DataError, NoRowsError
 from tuner.runtime.console import Console
 from tuner.stages import url_of

@@ -21,18 +21,17 @@ import pyarrow as pa
 from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, build_documents
-from tuner.data.building.encoded import digest, record_batches
+from tuner.data.building.encoded import digest
 from tuner.data.building.pack import LOSSES, CutSoFar, Segments, cut, in_blocks, in_order, row_batches
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
-from tuner.data.prepared import COUNTS, PARTNERS_SCHEMA, ROWS_SCHEMA, arrow, row_counts, view
+from tuner.data.prepared import COUNTS, PARTNERS_SCHEMA, ROWS_SCHEMA, arrow, record_batches, row_counts, view
 from tuner.data.ranges import offsets_of, ranges
 from tuner.data.reading.blocks import blocks, examples_of
-from tuner.data.reading.examples import answers_of
+from tuner.data.reading.examples import Conversation, Example, PlainText, PromptCompletion, Tokens, answers_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sha256_file

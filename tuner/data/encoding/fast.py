@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import regex  # type: ignore[import-untyped]
 
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
+from tuner.data.encoding.tokenizer import ByteTable, TextTokenizer, Unproven
 from tuner.data.ranges import ranges
 from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 

@@ -19,8 +19,8 @@ from tuner.data.encoding.template_limits import names
 from tuner.data.encoding.template_spy import Asked, TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Planner
+from tuner.data.reading.examples import Conversation
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation
 from tuner.errors import DataError
 
 MAX_MESSAGES = 64

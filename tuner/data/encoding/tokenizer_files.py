@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files, require_ids, with_control_tokens, with_tokens
 from tuner.errors import DataError, MachineError, PluginError
 from tuner.runtime import files as disk
 from tuner.runtime.lock import FileLock
@@ -70,7 +69,7 @@ def load_tokenizer(
     if tokenizer.name_or_path == "byte":
         beside = _model_config(model_path, revision)
         context = _LoadContext("tokenizer.name_or_path: byte", None, beside, cache, model_path)
-        files, ends = byte_tokenizer_files(), []
+        files, ends = byte_files(), []
     else:
         directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
         config = _config(directory)

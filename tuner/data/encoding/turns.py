@@ -20,8 +20,8 @@ from tuner.data.encoding.chat import FIRST_MARK, NO_END, REWRITTEN, Chat
 from tuner.data.encoding.template import NO_VARIABLES, ChatTemplate, EndlessTemplateError, reasoning_of, unless_refused
 from tuner.data.encoding.template_spy import has_reserved, plain
 from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.reading.examples import Conversation, PlainText, PromptCompletion
 from tuner.data.reading.problems import KeyPath, RecordProblem
-from tuner.data.reading.records import Conversation, PlainText, PromptCompletion
 from tuner.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]

@@ -11,25 +11,9 @@ from typing import Any, Literal, NamedTuple
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import PROMPTS, SCORES, SIDES, label_key, labelled_of, learned_answer, pair_of, sides_of
 from tuner.data.reading.columns import other_side
-from tuner.data.reading.examples import (
-    Compared,
-    Conversation,
-    Example,
-    Labelled,
-    Pair,
-    PlainText,
-    PromptCompletion,
-    Record,
-    Tokens,
-    answers_of,
-)
+from tuner.data.reading.examples import BY_TYPE, Compared, Example, Learned, Record, answers_of, document_of
 from tuner.data.reading.forms import ROLES, SPEAKERS, from_alpaca, from_text, from_tokens, from_turns, refuse_media
 from tuner.data.reading.problems import RecordProblem, quoted
-
-__all__ = [
-    "ROLES", "SPEAKERS", "Compared", "Conversation", "Example", "Labelled", "Pair", "PlainText", "PromptCompletion",
-    "Tokens", "parse_compared", "parse_record",
-]  # fmt: skip
 
 _NO_COLUMNS: Mapping[str, str] = {}
 
@@ -45,15 +29,6 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
         return _parse(_renamed(value, columns) if columns else value, format, columns)
     except RecordProblem as problem:
         raise _named_as_written(problem, columns) from problem
-
-
-def document_of(example: Example) -> Example:
-    """What is learned of an example token by token: a lone message of the assistant, as ms-swift writes it, is text."""
-    if isinstance(example, Conversation) and [message["role"] for message in example.messages] == ["assistant"]:
-        message = example.messages[0]
-        if message.keys() <= {"role", "content"}:
-            return PlainText(message["content"])
-    return example
 
 
 def parse_compared(
@@ -77,7 +52,7 @@ def parse_compared(
         raise _named_as_written(problem, columns) from problem
 
 
-def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Example | Compared:  # noqa: A002
+def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Learned:  # noqa: A002
     """Return what a record is to a method of this kind; otherwise as `parse_record`."""
     if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
         return parse_compared(value, kind, format, columns)
@@ -153,21 +128,18 @@ def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | No
     return next(matching, None)
 
 
-_BY_TYPE = {PlainText: "text", Tokens: "tokens", PromptCompletion: "prompt_completion"}
-
-
 def form_read(
     value: Record,
-    example: Example | Compared,
+    example: Learned,
     format: str,
     columns: Sequence[tuple[str, str]],  # noqa: A002
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
-    if (found := _BY_TYPE.get(type(answers_of(example)[0]))) is not None:
+    if (found := BY_TYPE.get(type(answers_of(example)[0]))) is not None:
         return found
     if format != "auto":
         return format
-    told = ((form.keys[0], name) for name, form in FORMS.items() if name not in _BY_TYPE.values())
+    told = ((form.keys[0], name) for name, form in FORMS.items() if name not in BY_TYPE.values())
     for key, name in told:
         if value.get(key) is not None or (columns and any(key == ours for ours, _ in columns)):
             return name

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.config.duration import Duration
 from tuner.config.methods import LoggedFigure
+from tuner.config.numbers import Duration
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console, ProgressBar, clock

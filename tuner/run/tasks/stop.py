@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import TIMES
 from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import STOP

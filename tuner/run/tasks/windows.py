@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tuner.config.dump import recipe_dict
+from tuner.config.load import recipe_dict
 from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask

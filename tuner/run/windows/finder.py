@@ -9,7 +9,7 @@ from typing import Literal
 from tuner.config.portions import Late, Portion
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.portions import next_portion
+from tuner.data.sources import next_portion
 from tuner.errors import DataError, TunerError
 from tuner.run.windows.preparation import Preparation, PreparedWindow
 from tuner.rundir.windows import LeftOut, WindowEntry

@@ -11,7 +11,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from tuner.config.dump import flatten
+from tuner.config.load import flatten
 from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
