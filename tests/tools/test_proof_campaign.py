@@ -163,9 +163,7 @@ def in_bf16(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_large_embeddings_and_output_layers_are_looked_at_in_part(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_embeddings_and_output_layers_are_looked_at_in_part(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = in_bf16(vocab_size=512, tie_word_embeddings=tied).eval()
     ids, plain = torch.arange(9)[None] * 31, plain_twin(model)
     whole = widened.Widened(model, narrow=False)

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from tests.data.reading.cases import cases
 from tests.fixtures import tables
-from tuner.data.reading.jsonl import (
-    MAX_DEPTH,
-    fast_json_record,
-    locate,
-    parse_json_record,
-    strict_json,
-    strict_json_record,
-)
+from tuner.data.reading import jsonl
+from tuner.data.reading.jsonl import fast_json_record, locate, parse_json_record, strict_json, strict_json_record
 from tuner.data.reading.problems import RecordProblem
 
 
@@ -26,7 +20,7 @@ def nested(depth: int) -> bytes:
 
 
 DEEP = [
-    (nested(MAX_DEPTH + 1).decode(), 1, "nested too deeply"),
+    (nested(jsonl.MAX_DEPTH + 1).decode(), 1, "nested too deeply"),
     (nested(100_000).decode(), 1, "nested too deeply"),
     ('{"a": ' + "1" * 5000 + "}", 1, "not JSON: Exceeds the limit"),
 ]
@@ -46,7 +40,7 @@ def test_bad_rows_have_a_reason_and_a_column(text: str, col: int, reason: str) -
 
 
 GOOD: list[tuple[bytes, bool]] = [(text.encode(), fast) for text, fast in tables.cases(__file__, "good_rows")]
-GOOD += [(nested(20), True), (nested(MAX_DEPTH), False)]
+GOOD += [(nested(20), True), (nested(jsonl.MAX_DEPTH), False)]
 
 
 @pytest.mark.parametrize(("raw", "fast"), GOOD, ids=lambda value: str(value)[:30])
