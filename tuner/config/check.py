@@ -22,7 +22,8 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
     for name in ("model", "data", *Recipe.model_fields):
         child = tree.value.get(name)
         is_blank = child is not None and child.value is None
-        if _is_section(name) and (is_blank or (child is None and name in PLACEHOLDERS)):
+        is_section = name not in {"version", "name", "output_dir", "seed", "hooks"}
+        if is_section and (is_blank or (child is None and name in PLACEHOLDERS)):
             where = child.key_where if child is not None else tree.where
             tree.value[name] = Node({}, where, tree.base, where)
     guessed = {section for section in UNIONS if _bad_kind(tree, section, problems)}
@@ -38,10 +39,6 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
     if repaired is not None:
         _rules(tree, repaired, blamed | {f"{section}.kind" for section in guessed}, problems)
     return repaired
-
-
-def _is_section(name: str) -> bool:
-    return name not in {"version", "name", "output_dir", "seed", "hooks"}
 
 
 def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:

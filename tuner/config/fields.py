@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from tuner.config.numbers import Duration
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
-from tuner.config.value_types import OneOf, Table, Text, ValueType, value_type_of
+from tuner.config.value_types import OneOf, Table, Text, ValueType
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def list_of(path: tuple[str | int, ...]) -> str:
 
 def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
     default = None if info.is_required() else info.default
-    return Field(key, info.description or "", default, value_type_of(info), info.is_required(), kinds)
+    kind = next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
+    return Field(key, info.description or "", default, kind, info.is_required(), kinds)
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:

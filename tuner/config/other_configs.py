@@ -261,7 +261,7 @@ def read_script(text: str, name: str) -> ShellCommand:
 def _first(text: str) -> tuple[list[str], dict[str, str]] | None:
     """The words of the first training command with the variables that are set before it, or None."""
     variables: dict[str, str] = {}
-    for line in _lines(text):
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():  # continued ones are joined
         try:
             words = shlex.split(_expanded(line, variables), comments=True)
         except ValueError:  # a quote that is not closed: no line of a command
@@ -276,11 +276,6 @@ def _first(text: str) -> tuple[list[str], dict[str, str]] | None:
             elif _is_training(command[own:]):
                 return command[own:], variables
     return None
-
-
-def _lines(text: str) -> list[str]:
-    """The lines of a script, continued ones joined."""
-    return re.sub(r"\\[ \t]*\n", " ", text).splitlines()
 
 
 def _expanded(line: str, variables: dict[str, str]) -> str:

@@ -5,21 +5,13 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_serializer, model_validator
 
+from tuner.config import value_types
 from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.eval_tasks import EVAL_TASKS, LABELS_ONCE, EvalTask
 from tuner.config.ladder import SIZES, LadderSection
@@ -29,22 +21,7 @@ from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
 from tuner.config.portions import PortionsSection
 from tuner.config.schedules import CosineSchedule, Schedule
 from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Effect, Items, Options, Section, Use, members
-from tuner.config.value_types import (
-    NEVER,
-    Names,
-    OneOf,
-    Renames,
-    Several,
-    Switch,
-    T,
-    Table,
-    Text,
-    WebAddress,
-    Word,
-    once,
-    refuse,
-    shown,
-)
+from tuner.config.value_types import NEVER, Names, OneOf, Several, Switch, T, Table, Text, Word, once, refuse, shown
 from tuner.config.windows import WindowsSection
 
 TIMES = ("s", "min", "h")
@@ -64,7 +41,7 @@ class InitFrom(Section):
     """Its tensors to take: names or globs, * for a part of a name, ** for any parts; empty takes all."""
     exclude: Globs = ()
     """Its tensors to leave out, of those that `load` means: names or globs."""
-    rename: Annotated[dict[str, str], Renames()] = {}
+    rename: Annotated[dict[str, str], value_types.Renames()] = {}
     """Names here by whole names there; {1} is what the first wildcard stood for. The first glob that fits counts."""
     strict: Bool = True
     """Refuse tensors that have no place here and, of a model taken whole, weights here that it does not have."""
@@ -274,7 +251,7 @@ class DataSource(Section):
         return self.path or str(self.use)
 
     @model_serializer(mode="wrap")
-    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _as_written(self, handler: Callable[[Any], Any]) -> dict[str, Any]:
         # Without the keys of the other form: what is written back has to load, and older runs have no `use`.
         others = {"path"} if self.use is not None else {"use", "args"}
         return {key: value for key, value in handler(self).items() if key not in others}
@@ -320,15 +297,11 @@ def read_eval(value: Any) -> Any:
     return SPLIT.read(value) if is_split(value) else HELD_OUT.read(value)
 
 
-def _eval_tag(value: Any) -> str:
-    return "none" if value is None else "split" if isinstance(value, Duration) else "sources"
-
-
 EvalSources = Annotated[
     Annotated[None, Tag("none")]
     | Annotated[Duration, SPLIT, Tag("split")]
     | Annotated[tuple[DataSource, ...], Tag("sources")],
-    Discriminator(_eval_tag),
+    Discriminator(lambda value: "none" if value is None else "split" if isinstance(value, Duration) else "sources"),
     BeforeValidator(read_eval, json_schema_input_type=Any),
 ]
 
@@ -706,7 +679,7 @@ WEBHOOK_VARIABLE = "TUNER_WEBHOOK_URL"
 class NotifySection(Section):
     """A webhook that hears of the end of a launch; what becomes of the message never changes the run."""
 
-    webhook: Annotated[str | None, WebAddress(variable=WEBHOOK_VARIABLE)] = None
+    webhook: Annotated[str | None, value_types.WebAddress(variable=WEBHOOK_VARIABLE)] = None
     """URL that gets a JSON document in a POST; null takes $TUNER_WEBHOOK_URL, and without that sends nothing."""
     events: Annotated[tuple[Ending, ...], Several(item=OneOf())] = ENDINGS
     """Endings that are sent: finished, stopped (can be resumed), failed, diverged."""

@@ -135,7 +135,8 @@ class WindowsSection(PortionsSection):
         windows of the first one: those by name as they are by then. Raises DataError for sources by count that are not
         there and are not said to grow.
         """
-        count = len(self.names) or self._first_pass(done)
+        again = (number for number, window in enumerate(done) if number and window.files == done[0].files)
+        count = len(self.names) or next(again, None)  # by count as many as came before the first one came again
         if count is None:
             found = self._counted(sources, {file for window in done for file in window.files}, len(done), files)
             if found is not None or not done:
@@ -161,11 +162,6 @@ class WindowsSection(PortionsSection):
     def may_come_later(self, source: DataSource) -> bool:
         """Those of windows by name may."""
         return PLACE in source.path
-
-    @staticmethod
-    def _first_pass(done: Sequence[Portion]) -> int | None:
-        """How many windows by count a pass has; None where none of them has come again yet."""
-        return next((number for number, window in enumerate(done) if number and window.files == done[0].files), None)
 
     def _named(self, sources: tuple[DataSource, ...], name: str, files: ListFiles) -> Portion | Late:
         every: list[str] = []

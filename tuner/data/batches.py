@@ -220,7 +220,7 @@ class GlobalBatches:
             trained_count=int(self.rows.trained_per_row[row_ids].sum()),
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(ids, filler=cheapest) for ids in own],
-            trained_per_document=_trained_per_document(every) if every else None,
+            trained_per_document=step_of([collate([row]) for row in every]).trained_per_document if every else None,
             documents=int(self.rows.documents_per_row[row_ids].sum()),
             columns=_columns(every),
             mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
@@ -238,10 +238,6 @@ class GlobalBatches:
         rows = [self.rows.row(int(row_id)) for row_id in row_ids] or [self.rows.row(filler)]
         batch = collate([self.rows.mismatched(row) for row in rows] if mismatched else rows)
         return batch if len(row_ids) else without_targets(batch)
-
-
-def _trained_per_document(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
-    return np.concatenate([collate([row]).trained_per_document for row in rows])
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:

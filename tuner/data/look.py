@@ -153,9 +153,7 @@ class EncodedSample:
     notes: Counter[str]
 
 
-def encoded_of(
-    tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind
-) -> EncodedSample | None:
+def encoded_of(tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind) -> EncodedSample | None:
     """The examples as this tokenizer makes documents of them; None where it cannot."""
     each = 2 if kind == "preference" else 1
     try:
@@ -183,9 +181,7 @@ class Templated:
     """What the model's own leaves out; empty where it has none."""
 
 
-def template_for(
-    own: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind, chats: bool
-) -> Templated:
+def template_for(own: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind, chats: bool) -> Templated:
     """The model's own template where it writes what the examples have; else the first that does."""
     if not chats:
         return Templated(own, "", "")
@@ -295,7 +291,7 @@ def look(model: str, source: DataSource, progress: Callable[[str], None] = lambd
         max_length=max_length,
         packed_rows=max(round(rows), 1),
         epochs=epochs,
-        global_batch_size=_batch_size(rows * epochs),
+        global_batch_size=next((size for size in BATCHES if rows * epochs / size >= FEW_STEPS), 1),
         parameters=_parameters(model),
     )
 
@@ -427,8 +423,3 @@ def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool
     fitting = np.minimum(lengths, max_length) if truncates else lengths[lengths <= max_length]
     some = fitting[:: -(-len(fitting) // PACKED)]
     return (len(pack(some, max_length)[1]) - 1) * float(fitting.sum() / some.sum())
-
-
-def _batch_size(rows: float) -> int:
-    """The largest with which so many rows are enough steps."""
-    return next((size for size in BATCHES if rows / size >= FEW_STEPS), 1)

@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.ranges import offsets_of, ranges
+from tuner.data.ranges import Ints, offsets_of, ranges
 
-Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 MAX_ITEMS = 1 << 31
 """Items are numbered in 32 bits."""

@@ -346,9 +346,7 @@ _FIX = "fix the rows, of which none can be read so far"
 _FIX_OR_SKIP = "fix the row, or write data.on_bad_row: skip to leave such rows out"
 
 
-def bad_record_error(
-    file: SourceFile, bad: BadRecord, lines: int, has_template: bool, kind: ExampleKind
-) -> DataError:
+def bad_record_error(file: SourceFile, bad: BadRecord, lines: int, has_template: bool, kind: ExampleKind) -> DataError:
     """The error for a bad record, with its position; `lines` are those of its file before its block.
 
     `has_template` says whether the model's tokenizer has a chat template, `kind` what the method's examples are.

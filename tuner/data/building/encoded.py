@@ -315,7 +315,7 @@ class _KeptDocuments:
         lengths = np.diff(batch.offsets)
         table = np.empty(len(lengths) // self._each, dtype=TABLE)
         table["digest"] = _together(digest(batch.input_ids, batch.offsets), self._each)
-        table["length"], table["targets"] = (_summed(of, self._each) for of in (lengths, targets[kept]))
+        table["length"], table["targets"] = (of.reshape(-1, self._each).sum(axis=1) for of in (lengths, targets[kept]))
         table["follows"] = np.diff(batch.records[:: self._each], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         ids = batch.input_ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
@@ -327,11 +327,6 @@ def _nulls(part: list[_Found]) -> Counter[str]:
     """The note on nulls that are trained as they are written."""
     usable = [(record.raw, example) for _, record, example in part if not isinstance(example, RecordProblem)]
     return Counter({NULLS: sum(b"null" in raw and has_null(answers_of(example)) for raw, example in usable)})
-
-
-def _summed(values: npt.NDArray[np.int64], each: int) -> npt.NDArray[np.int64]:
-    total: npt.NDArray[np.int64] = values if each == 1 else values.reshape(-1, each).sum(axis=1)
-    return total
 
 
 def _together(digests: npt.NDArray[np.uint64], each: int) -> npt.NDArray[np.uint64]:

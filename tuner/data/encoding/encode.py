@@ -285,9 +285,7 @@ class Encoder:
         batch = EncodedBatch(flat.ids, trained, flat.offsets, prompts.astype(np.uint32), records, fast=count).only(keep)
         return self._framed(batch, framed[keep], np.array(texts.ends)[keep]) if framed.any() else batch
 
-    def _framed(
-        self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]
-    ) -> EncodedBatch:
+    def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]) -> EncodedBatch:
         """Put the tokenizer's own tokens around texts, and the end token after those that have one."""
         prefix, suffix = self._placer.frame
         sizes, trains = [len(prefix), len(suffix)], [self._train_on == "all"] * len(prefix) + [True] * len(suffix)
@@ -349,9 +347,7 @@ class AnyEncoder:
         self._encoder = encoder
         self._kind = kind
 
-    def encode(
-        self, examples: Sequence[Learned], total_bytes: int | None = None, checks: int = CHECKS
-    ) -> EncodedBatch:
+    def encode(self, examples: Sequence[Learned], total_bytes: int | None = None, checks: int = CHECKS) -> EncodedBatch:
         """Encode as `Encoder.encode` does. The documents of a pair lie next to each other, or are both left out.
 
         Labels and margins become columns; `prompt_tokens` are then all before the first trained token.

@@ -208,7 +208,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         meter = self.meter
         if operator == "+":
             if isinstance(left, str):
-                meter.chars(str.__len__(left) + meter.weigh(right) * _escapes(left, right))
+                escapes = 6 if hasattr(left, "__html__") or hasattr(right, "__html__") else 1  # where a text joins HTML
+                meter.chars(str.__len__(left) + meter.weigh(right) * escapes)
             elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
                 meter.items(len(left) + len(right))
         elif operator == "*":
@@ -289,11 +290,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif isinstance(value, (list, tuple)):
             self.meter.charge(len(value) >> 4)
         return value
-
-
-def _escapes(left: Any, right: Any) -> int:
-    """By how much a text grows where it is joined with one that is HTML."""
-    return 6 if hasattr(left, "__html__") or hasattr(right, "__html__") else 1
 
 
 class _Code(CodeGenerator):

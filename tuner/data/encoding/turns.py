@@ -171,7 +171,9 @@ class Planner:
         answer = write_answer(self._tokenizer, messages, example.tools)
         rule = _rule(example, len(messages) - 1, messages[-1], True)
         turns = [Turn(answer.start, answer.stop, True, rule, True)]
-        notes = self._notes(answer.notes, example, own_words(messages), answer.text)
+        # Those of others and the answer itself, of which the document shows all.
+        own = [*(message for message in messages[:-1] if message["role"] != "assistant"), messages[-1]]
+        notes = self._notes(answer.notes, example, own, answer.text)
         return TurnPlan(answer.text, turns, False, "prompt", False, GUARD in answer.text, notes, apart=True)
 
     def _wanted(self, example: Conversation, answers: list[int]) -> list[bool]:
@@ -464,8 +466,3 @@ def _after(message: Mapping[str, Any], opening: str, tag: str, space: str) -> tu
             return thought, answer, content[len(opening) :]
     written = f"{thought.strip()}{space}" if thought or space else ""
     return thought, answer, f"{written}{closing}{space * 2}{answer}"
-
-
-def own_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages of which an answer's document shows all: those of others, and the answer itself, the last one."""
-    return [m for m in messages[:-1] if m["role"] != "assistant"] + [messages[-1]]

@@ -6,11 +6,11 @@ null counts as absent: tables fill with null what a record does not have.
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import PROMPTS, SCORES, SIDES, label_key, labelled_of, learned_answer, pair_of, sides_of
-from tuner.data.reading.columns import other_side
+from tuner.data.reading.columns import other_side, value_at
 from tuner.data.reading.examples import BY_TYPE, Compared, Example, Learned, Record, answers_of, document_of
 from tuner.data.reading.forms import ROLES, SPEAKERS, from_alpaca, from_text, from_tokens, from_turns, refuse_media
 from tuner.data.reading.problems import RecordProblem, quoted
@@ -181,9 +181,7 @@ def _read_keys(view: Record, kind: ExampleKind, answers: bool) -> Set[str]:
     return set() if form is None else {*FORMS[form].keys, *FORMS[form].also_read}
 
 
-def unused_texts(
-    value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft"
-) -> tuple[str, ...]:
+def unused_texts(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft") -> tuple[str, ...]:
     """Return the keys of a record whose text is not read."""
     if form_of(value, columns) == "tokens":
         return ()
@@ -195,7 +193,7 @@ def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
     """The record under our names; what was renamed is not seen under its own."""
     view = {key: item for key, item in value.items() if key not in columns.values()}
     for ours, theirs in columns.items():
-        item, found = _at(value, theirs)
+        item, found = value_at(value, theirs)
         if found:
             view[ours] = item
         elif ours not in _OPTIONAL:
@@ -203,18 +201,6 @@ def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
             hint = f"; did you mean {quoted(near[0])}?" if near else ""
             raise RecordProblem(f"no {theirs!r}, which columns names for {ours}{hint}", 1)
     return view
-
-
-def _at(value: Record, name: str) -> tuple[Any, bool]:
-    """The value at a key, or at a dotted path into objects, and whether it is there."""
-    if name in value:
-        return value[name], True
-    item: Any = value
-    for part in name.split("."):
-        if not isinstance(item, dict) or part not in item:
-            return None, False
-        item = item[part]
-    return item, True
 
 
 class RecordForm(NamedTuple):
