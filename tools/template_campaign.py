@@ -5,7 +5,7 @@
 Fetches TRL, axolotl, FastChat and the sdist of llama-cpp-python from the package index (about 80 MB, nothing is
 installed). Every prefix of a conversation is rendered by ours and by theirs, with and without a system message, and
 where the table says so one with tools, calls and thoughts. Exits with 1 where a difference is found that is not in the
-table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
+table below. Tokenizers' own templates are in tests/data/encoding/test_masks.py.
 """
 
 import importlib.util

@@ -264,9 +264,7 @@ def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
 
 
 @pytest.mark.parametrize(("section", "key", "expected"), cases(__file__, "unknown_keys"))
-def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
-    section: str | None, key: str, expected: str
-) -> None:
+def test_unknown_keys_are_answered_with_what_was_meant(section: str | None, key: str, expected: str) -> None:
     wish = MINIMAL | ({key: 1} if section is None else {section: {key: 1}})
     with pytest.raises(RecipeError) as caught:
         load_recipe(wish)

@@ -113,9 +113,7 @@ def test_targets_are_the_next_trained_token_of_the_same_document(lengths: list[l
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
-def test_ranks_and_micro_batches_make_up_the_global_batch(
-    lengths: list[list[int]], size: int, micro: int, world: int
-) -> None:
+def test_ranks_make_up_the_global_batch(lengths: list[list[int]], size: int, micro: int, world: int) -> None:
     rows = FakeRows(lengths)
     ranks = [batches(rows, size, micro, rank, world) for rank in range(world)]
     one = batches(rows, size, len(rows), 0, 1)

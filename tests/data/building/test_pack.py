@@ -240,12 +240,8 @@ def made_of(lengths: list[int] | np.ndarray) -> Segments:
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(st.integers(2, 12), max_size=40), st.integers(1, 5), st.integers(1, 7), st.booleans()
-)
-def test_small_record_batches_hold_the_same_rows(
-    lengths: list[int], max_rows: int, max_segments: int, packing: bool
-) -> None:
+@given(st.lists(st.integers(2, 12), max_size=40), st.integers(1, 5), st.integers(1, 7), st.booleans())
+def test_small_batches_hold_the_same_rows(lengths: list[int], max_rows: int, max_segments: int, packing: bool) -> None:
     segments = made_of(lengths)
     batches = list(row_batches(segments, 12, packing, (max_rows, max_segments)))
     for batch in batches:

@@ -434,9 +434,7 @@ def test_short_last_pieces_are_in_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_texts_of_a_source_go_without_the_end_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
-) -> None:
+def test_texts_of_a_source_go_without_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 0 if fast else 1 << 60)
     texts = [[f"hello world {name} {i}" for i in range(3)] for name in "ab"]
     paths = [tiny.write_rows(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i]]) for i in (0, 1)]
