@@ -14,7 +14,7 @@ from tuner.config.numbers import write_number
 from tuner.config.other_data import component_name, component_settings, is_file, is_text, located, plain_sources, table
 from tuner.config.other_methods import is_taught
 from tuner.config.other_rules import Given, Lines, Rule, count, listed, made, number, number_of, percent, switch, words
-from tuner.config.other_tools import absent_names, of_value, sentence, theirs, values_written
+from tuner.config.other_tools import absent_names, of_value, sentence, theirs
 from tuner.config.yaml import package_table
 
 
@@ -435,10 +435,11 @@ _HOSTS = {"cpu", "host", "true", "pin_memory"}
 def adamw_values() -> dict[str, Lines]:
     """Names of AdamW whose states have 8 bits, or lie in the host's memory."""
     kinds = {"optimizer.state": "8bit", "optimizer.offload": "host"}
+    written = package_table("other_tools")["write"]["optimizer.kind"]
     return {
         name: {"optimizer.kind": "adamw", key: value}
         for key, value in kinds.items()
-        for name in values_written("optimizer.kind", f"adamw, with {key}: {value}")
+        for name in str(written[f"adamw, with {key}: {value}"]).split()
     }
 
 

@@ -93,11 +93,6 @@ def ours(name: str) -> str | None:
     return _by_their_names("notes").get(key) or theirs().get(key)
 
 
-def values_written(key: str, text: str) -> list[str]:
-    """The values of other tools in whose place `text` is written for our key."""
-    return str(package_table("other_tools")["write"][key][text]).split()
-
-
 @cache
 def other_values() -> dict[str, dict[str, str]]:
     """Our key -> another tool's value in lower case -> what an error says of it."""

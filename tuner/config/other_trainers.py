@@ -137,7 +137,6 @@ def recomputed(share: Fraction) -> Lines:
 
 _PEAK_LR = 0.00235
 """Peak learning rate of their ladder for 108M parameters, which lr_multiplier multiplies."""
-_SIXTEEN_BITS = 2**16
 
 
 def sizes(value: Any, given: Given) -> Lines | str | None:
@@ -145,22 +144,12 @@ def sizes(value: Any, given: Given) -> Lines | str | None:
     return {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"}
 
 
-@of_number
-def decay(share: Fraction) -> Lines:
-    """The last part of a period."""
-    return {"ladder.decay": percent(share)}
-
-
-@of_number
-def tokens(count: Fraction) -> Lines:
-    """Tokens for each parameter."""
-    return {"ladder.tokens": f"{write_number(count)} * N"}
-
-
-@of_number
-def peak_lr(factor: Fraction) -> Lines:
-    """The rate of a size, by what multiplies theirs."""
-    return {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
+decay = of_number(lambda share: {"ladder.decay": percent(share)})
+"""The last part of a period."""
+tokens = of_number(lambda each: {"ladder.tokens": f"{write_number(each)} * N"})
+"""Tokens for each parameter."""
+peak_lr = of_number(lambda factor: {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"})
+"""The rate of a size, by what multiplies theirs."""
 
 
 @of_number
@@ -174,10 +163,8 @@ def multiples(last: Fraction) -> Lines:
 
 def token_arrays(value: Any, given: Given) -> Lines | str | None:
     """Every file that a source names, however deep: flat arrays of the smallest type that holds the vocabulary."""
-    wide = (number(given.get("tokenizer.vocab_size")) or 0) > _SIXTEEN_BITS
-    found = [
-        {"path": path, "dtype": str(dtype or ("uint32" if wide else "uint16"))} for path, dtype in _paths(value, None)
-    ]
+    smallest = "uint32" if (number(given.get("tokenizer.vocab_size")) or 0) > 2**16 else "uint16"
+    found = [{"path": path, "dtype": str(dtype or smallest)} for path, dtype in _paths(value, None)]
     return {"data.train": found, "method.kind": "pretrain", "data.rows": "cut"} if found else None
 
 

@@ -53,9 +53,7 @@ class InitFrom(Section):
     """How often the newest checkpoint of a run, or step-N of a directory, takes the place of the one before."""
 
 
-SOURCES_OF_WEIGHTS = Items(
-    InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}"
-)
+WEIGHT_SOURCES = Items(InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}")
 
 
 class ModelSection(Section):
@@ -85,7 +83,7 @@ class ModelSection(Section):
     """Weight of the loss that keeps routers' logits small: the mean square of their log-sum-exp (z-loss); 0: none."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
-    init_from: Annotated[tuple[InitFrom, ...], SOURCES_OF_WEIGHTS] = ()
+    init_from: Annotated[tuple[InitFrom, ...], WEIGHT_SOURCES] = ()
     """Further weights that it begins with, later entries win: paths, or {path, load, exclude, rename, strict} each."""
 
 
@@ -174,9 +172,7 @@ class DoraAdapter(LowRankAdapter):
     kind: AdapterKind[Literal["dora"]] = "dora"
 
 
-PEFT_TYPES = (
-    "IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "LORA", "HRA", "MISS",
-)  # fmt: skip
+PEFT_TYPES = ("IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "LORA", "HRA", "MISS")
 """peft's kinds of adapters that change what linear layers compute by parameters of these layers' own, and that one
 matrix can take the place of."""
 
@@ -704,7 +700,7 @@ class HookSection(Section):
 
 HOOKS = Items(HookSection, "a list of {use, stages, every, ranks, options}")
 ITEMS: dict[str, Items] = {
-    "model.init_from": SOURCES_OF_WEIGHTS,
+    "model.init_from": WEIGHT_SOURCES,
     "tokenizer.add_tokens": NEW_TOKENS,
     "data.train": SOURCES,
     "data.eval": HELD_OUT,

@@ -9,12 +9,10 @@ from tuner.config.paths import recipes_dir
 from tuner.config.yaml import Node, Problems, read_yaml
 from tuner.errors import RecipeError
 
-SUFFIX = ".yaml"
-
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the shipped recipes by name."""
-    return {path.stem: path for path in sorted(recipes_dir().glob(f"*{SUFFIX}"))}
+    return {path.stem: path for path in sorted(recipes_dir().glob("*.yaml"))}
 
 
 def shipped_scripts() -> dict[str, Path]:

@@ -379,9 +379,7 @@ def _estimated(example: Example) -> int:
     if isinstance(example, Tokens):
         return len(example.input_ids)
     if isinstance(example, Conversation):
-        texts = [
-            str(message.get(key) or "") for message in example.messages for key in ("content", "reasoning_content")
-        ]
+        texts = [str(turn.get(key) or "") for turn in example.messages for key in ("content", "reasoning_content")]
         turns = len(example.messages)
     else:
         texts = [example.prompt, example.completion] if isinstance(example, PromptCompletion) else [example.text]

@@ -215,12 +215,10 @@ def _up_to(length: int) -> int:
 
 def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> tuple[Int32s, Ints]:
     """Give each item its row: the longest items to the first steps, equal ones in their order."""
-    longest_first = _sorted_items(
-        np.subtract(capacity, lengths, dtype=np.int64), np.arange(len(lengths), dtype=np.int32)
-    )
+    room = np.subtract(capacity, lengths, dtype=np.int64)
     rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count)).astype(np.int64)
     offsets = offsets_of(np.bincount(rows, minlength=plan.n_rows))
-    return _sorted_items(rows, longest_first), offsets
+    return _sorted_items(rows, _sorted_items(room, np.arange(len(lengths), dtype=np.int32))), offsets
 
 
 def _sorted_items(keys: Ints, items: Int32s) -> Int32s:

@@ -103,9 +103,7 @@ class ProvenEncoder:
 
     def refuted(self, texts: Sequence[str]) -> set[str]:
         """Return the characters of `texts` that the two encoders treat differently; each is looked at once."""
-        codes = np.frombuffer(
-            "".join(text for text in texts if not text.isascii()).encode("utf-32-le"), dtype=np.uint32
-        )
+        codes = np.frombuffer("".join(t for t in texts if not t.isascii()).encode("utf-32-le"), dtype=np.uint32)
         if len(codes) == 0:
             return set()
         new = np.unique(codes[~self._known[codes]])

@@ -83,9 +83,7 @@ class TemplateLayout(NamedTuple):
 
     def part_starts(self, sizes: Sequence[int]) -> list[int]:
         """Return the byte at which each part starts, for contents of `sizes` bytes."""
-        return list(
-            accumulate((part + size for part, size in zip(self.part_bytes[:-1], sizes, strict=True)), initial=0)
-        )
+        return list(accumulate((own + size for own, size in zip(self.part_bytes[:-1], sizes, strict=True)), initial=0))
 
 
 class TemplateLayouts:

@@ -38,8 +38,7 @@ OWN_CODE = "use.json"
 """In a job: the code of the user's own that is called with the tokenizer, and its arguments."""
 FORMAT = 2
 """Counts up when the same files and version would get another answer."""
-_CHILD = "tuner.transformers_tokenizer"
-_ANSWER = "answer.json"
+ANSWER = "answer.json"
 # What AutoTokenizer reads of a config.json to choose the class.
 _CHOOSING = ("model_type", "model_name", "tokenizer_class")
 _FILES = (
@@ -226,15 +225,15 @@ class _LoadContext:
                 (job / path).write_bytes(content)
         self._run(job)
         answers = job / "answer"
-        answer = {**disk.read_json(answers / _ANSWER), "files": disk.file_entries(answers, exclude=(_ANSWER,))}
-        disk.write_atomic(answers / _ANSWER, disk.json_bytes(answer))
+        answer = {**disk.read_json(answers / ANSWER), "files": disk.file_entries(answers, exclude=(ANSWER,))}
+        disk.write_atomic(answers / ANSWER, disk.json_bytes(answer))
         return answer, {file: (answers / file).read_bytes() for file in answer["files"]}
 
     def _run(self, job: Path) -> None:
         """Run the child on a job. Raises DataError with the child's reason, and its OSError."""
         # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
-        command = [sys.executable, "-m", _CHILD, str(job)]
+        command = [sys.executable, "-m", "tuner.transformers_tokenizer", str(job)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
         if result.returncode == 2 and reason.isdigit():
@@ -278,8 +277,8 @@ def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
 def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """The answer of a directory and the files in it; None where there is none or it is damaged."""
     with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
-        disk.regular_size(directory / _ANSWER)
-        answer = disk.read_json(directory / _ANSWER)
+        disk.regular_size(directory / ANSWER)
+        answer = disk.read_json(directory / ANSWER)
         disk.verify_entries(directory, answer["files"], hash=True)
         return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
     return None
@@ -303,9 +302,9 @@ def _locked(root: Path) -> Iterator[bool]:
 
 def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
     """Versions of transformers with other ids, of those whose answers are kept."""
-    for path in sorted(root.glob(f"*-{FORMAT}/{_ANSWER}")):
+    for path in sorted(root.glob(f"*-{FORMAT}/{ANSWER}")):
         with suppress(DataError):
-            disk.regular_size(disk.unlinked(root, path.parent.name, _ANSWER))
+            disk.regular_size(disk.unlinked(root, path.parent.name, ANSWER))
             if disk.read_json(path).get("ids_sha256") != answer["ids_sha256"]:
                 yield path.parent.name.removesuffix(f"-{FORMAT}")
 

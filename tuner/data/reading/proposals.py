@@ -17,7 +17,7 @@ from tuner.config.methods import ExampleKind
 from tuner.config.yaml import flow
 from tuner.data.reading.answers import label_key
 from tuner.data.reading.columns import ColumnKeys, compared, is_part, key_names, labelled, learned, turns_in, words_of
-from tuner.data.reading.examples import Conversation, Labelled, Learned, PlainText, PromptCompletion, answers_of
+from tuner.data.reading.examples import Conversation, Labelled, Learned, PlainText, PromptCompletion, Record, answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import form_of, has_speakers, read_as, unread_keys
 
@@ -29,7 +29,6 @@ _LEARNS = {
     "sft": "to learn the answers", "pretrain": "to learn plain text",
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

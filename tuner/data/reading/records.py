@@ -225,7 +225,5 @@ FORMS: dict[str, RecordForm] = {
     "text": RecordForm(("text",), from_text),
     "tokens": RecordForm(("input_ids",), from_tokens),
 }
-_OPTIONAL = frozenset(
-    ("system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected")
-)
+_OPTIONAL = {"system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected"}
 """Keys that a record may leave out."""
