@@ -33,7 +33,7 @@ from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
 from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
-from tuner.rundir.exports import LINEAGE
+from tuner.rundir.checkpoints import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
 from tuner.runtime.files import read_json, sha256_file, unlinked

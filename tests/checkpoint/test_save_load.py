@@ -16,7 +16,7 @@ from tuner.checkpoint.load import content_sha256, load_into, read_probe, read_te
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, MachineError
-from tuner.rundir.keep import prune
+from tuner.rundir.checkpoints import prune
 from tuner.runtime import files
 
 

@@ -25,7 +25,7 @@ from tuner.export import shards
 from tuner.export.source import TRAINED
 from tuner.export.tensors import TensorSource, held_tensor
 from tuner.model.adapter import LoraSpec
-from tuner.rundir.keep import is_held
+from tuner.rundir.checkpoints import is_held
 
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")

@@ -12,7 +12,7 @@ from tuner.errors import RecipeError
 from tuner.profile import report
 from tuner.profile.prediction import NAMES
 from tuner.profile.report import check_output
-from tuner.rundir.page import filled
+from tuner.rundir.curves import filled
 
 PARTS = {"parameters": 100 << 20, "optimizer": 200 << 20, "gradients": 100 << 20, "activations": 60 << 20}
 WIDE = ("parameters", "gathered", "optimizer", "gradients", "activations", "loss", "other")

@@ -11,7 +11,7 @@ import torch
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.last_checkpoint import last_step
+from tuner.rundir.checkpoints import last_step
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, find_checkpoint, resolve_model_path
 from tuner.rundir.record import read_run
 

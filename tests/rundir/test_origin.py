@@ -6,8 +6,8 @@ import pytest
 
 from tests.rundir import made
 from tuner.config.load import load_recipe
+from tuner.rundir.directory import another, changed_keys, noted, origin, warn_of_changed_file
 from tuner.rundir.layout import RECIPE
-from tuner.rundir.origin import another, changed_keys, noted, origin, warn_of_changed_file
 from tuner.rundir.run_json import read_record
 
 TEXT = "model: {name_or_path: a/b}\ndata: {train: x.jsonl}\noptimizer:\n  lr: 1e-4\n"

@@ -114,7 +114,7 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), f
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
     Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
     """
-    from tuner.rundir.base_model import require_base_model
+    from tuner.rundir.model_path import require_base_model
 
     loaded = read_for_command(argument, overrides).whole()
     if fetches:

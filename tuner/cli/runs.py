@@ -16,14 +16,21 @@ from tuner.cli.named import run_path
 from tuner.cli.output import fitted, stdout_columns
 from tuner.config.dump import flow
 from tuner.errors import DataError, RecipeError, VerificationError, counted
-from tuner.rundir.curves import Chart, charts
-from tuner.rundir.given import sources_of
-from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
+from tuner.rundir.checkpoints import any_valid, problem_of, way_to_whole
+from tuner.rundir.curves import LETTERS, Chart, charts, draw
 from tuner.rundir.layout import CHECKPOINTS, CURVES
-from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
-from tuner.rundir.remove import remove_runs
+from tuner.rundir.record import (
+    Run,
+    differing,
+    find_runs,
+    read_run,
+    read_runs,
+    remove_runs,
+    source_losses,
+    sources_of,
+    summary,
+)
 from tuner.rundir.run_json import TIME_FORMAT
-from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
 from tuner.stages import is_url
@@ -94,7 +101,7 @@ def compare(runs: list[str]) -> Outcome:
 @command("runs plot")
 def plot(runs: list[str], output: str | None = None, smoothing: float | None = None) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
-    from tuner.rundir.page import write_page
+    from tuner.rundir.curves import write_page
 
     found, left_out = _open(runs)
     drawn = charts(found)

@@ -29,7 +29,7 @@ from tuner.model.freeze import Content, hash_of_frozen
 from tuner.model.multimodal import names_in_files
 from tuner.model.published import Published, assembled, published, state_names
 from tuner.model.stored import stored_tensors, weights_directory
-from tuner.rundir.same_base import require_same_base
+from tuner.rundir.checkpoints import require_same_base
 
 
 class Frozen:

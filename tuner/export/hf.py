@@ -28,8 +28,7 @@ from tuner.export.weights import DTYPES, load_trained, read_config
 from tuner.export.write import ADAPTER_WEIGHTS, quiet, write_adapter_config, write_generation_config, write_tokenizer
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
-from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
-from tuner.rundir.keep import CheckpointHold, is_held
+from tuner.rundir.checkpoints import LINEAGE, CheckpointHold, is_held, link_latest, version_dirs
 from tuner.rundir.layout import EXPORTS
 from tuner.rundir.model_path import with_remedies
 from tuner.runtime.files import (

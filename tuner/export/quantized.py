@@ -17,7 +17,7 @@ from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantized_lay
 from tuner.model.quantize.published import dequantized_as_stored, read
 from tuner.model.quantize.reading import PublishedCodes
 from tuner.model.vetting import holds_codes
-from tuner.rundir.same_base import require_same_quantizer
+from tuner.rundir.checkpoints import require_same_quantizer
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
 from tuner.model.weight_files import vet_adapter
-from tuner.rundir.exports import LINEAGE
+from tuner.rundir.checkpoints import LINEAGE
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
 from tuner.runtime.files import read_json, require_small_configs

@@ -8,7 +8,7 @@ from typing import Any
 from tuner.ladder.rungs import Rung
 from tuner.profile.measure import Measurement, MeasureOptions
 from tuner.run.measure import measure_recipe
-from tuner.rundir.page import require_own
+from tuner.rundir.curves import require_own
 from tuner.runtime.console import Level
 from tuner.runtime.files import make_dirs, write_atomic
 

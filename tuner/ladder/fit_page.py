@@ -17,7 +17,7 @@ from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import LawForm
 from tuner.ladder.points import Along, Axis, Point, Size, by_rung, short
 from tuner.ladder.score import ScoreFit
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.files import write_atomic
 
 PAGE = "fit.html"

@@ -11,7 +11,7 @@ from typing import Any
 from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.ladder.record import LadderRecord, RungRecord
 from tuner.ladder.rules import Phase, mark_name
-from tuner.rundir.last_checkpoint import problem_of
+from tuner.rundir.checkpoints import problem_of
 from tuner.rundir.layout import CHECKPOINTS, mark_metrics
 from tuner.rundir.record import NOT_FIGURES, read_run, summary
 from tuner.rundir.run_json import is_run

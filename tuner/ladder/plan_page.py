@@ -11,7 +11,7 @@ from tuner.errors import RecipeError
 from tuner.ladder.charts import Chart, Series, chart
 from tuner.ladder.launch import PlannedRung
 from tuner.ladder.rungs import Rung
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.console import clock
 from tuner.runtime.files import gib, write_atomic
 from tuner.train.plan import plan_steps

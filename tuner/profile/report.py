@@ -13,7 +13,7 @@ from tuner.profile.fit import SHOWN
 from tuner.profile.measure import Measurement, duration_text
 from tuner.profile.prediction import MIB, NAMES, TENSORS, MemoryMoment, Prediction, largest_first, unit_of
 from tuner.profile.search import Choice
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.files import gib, write_atomic
 
 REPORT, FIGURES = "report.html", "report.json"

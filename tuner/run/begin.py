@@ -12,9 +12,8 @@ from tuner.config.recipe import TrainSection
 from tuner.errors import DataError, MachineError
 from tuner.run.meta import write_tokenizer
 from tuner.run.parts.part import Preflight
-from tuner.rundir.directory import RunDir
+from tuner.rundir.directory import RunDir, noted
 from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
-from tuner.rundir.origin import noted
 from tuner.runtime.files import fsync_path, machine_errors, write_atomic, write_json
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved, notes, recipe_again

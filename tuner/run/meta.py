@@ -8,10 +8,9 @@ from tuner.config.recipe import DataSection
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
 from tuner.run.changes import sources_of_eval
+from tuner.rundir.checkpoints import APART, require_same_base, require_same_quantizer
 from tuner.rundir.directory import RunDir
-from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
-from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_errors, regular_size, sha256_file
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import class_facts, manifest_facts, quantizer_facts

@@ -19,9 +19,9 @@ from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.run.columns import ColumnsInfo, cached_columns, with_row_columns
 from tuner.run.meta import GIVEN
+from tuner.rundir.checkpoints import require_same_base, require_same_quantizer
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
-from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo

@@ -31,10 +31,9 @@ from tuner.run.changes import (
     resets_of,
 )
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.rundir.directory import RunDir
-from tuner.rundir.last_checkpoint import last_step, way_to_whole
+from tuner.rundir.checkpoints import last_step, way_to_whole
+from tuner.rundir.directory import RunDir, another, origin
 from tuner.rundir.model_path import find_checkpoint
-from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.setup.settled import with_batch_of

@@ -10,7 +10,7 @@ from tuner.config.methods import DistillMethod
 from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError
 from tuner.run.status import RunStatus
-from tuner.rundir.exports import version_dirs
+from tuner.rundir.checkpoints import version_dirs
 from tuner.rundir.versions import TakenVersion, TakenVersions, read_teachers, write_teachers
 from tuner.runtime.console import Console
 from tuner.runtime.process import Collective, gloo_group

@@ -12,8 +12,7 @@ from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.run.options import RunResult
 from tuner.run.tasks.export import NICENESS, Exporter
 from tuner.run.tasks.export_process import ExportProcess
-from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
-from tuner.rundir.keep import CheckpointHold, prune
+from tuner.rundir.checkpoints import CheckpointHold, is_export, link_latest, newest_export, prune, prune_exports
 from tuner.runtime.console import Console
 from tuner.runtime.files import json_bytes
 from tuner.train.plan import Cadence
@@ -248,7 +247,7 @@ def test_one_that_waits_gives_way_and_what_is_read_is_not_pruned(tmp_path: Path,
 def prune_all_but(checkpoints: Path) -> list[Path]:
     """Prune as if the newest checkpoint, which is empty here, were valid."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuner.rundir.keep.problem_of", lambda path: None)
+        patch.setattr("tuner.rundir.checkpoints.problem_of", lambda path: None)
         return prune(checkpoints, 1)
 
 

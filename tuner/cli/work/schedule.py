@@ -16,8 +16,7 @@ from tuner.data.building.prepare import find_prepared
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError, TunerError
-from tuner.rundir.curves import Chart, Curve, Points
-from tuner.rundir.terminal import AXIS_WIDTH, draw
+from tuner.rundir.curves import AXIS_WIDTH, Chart, Curve, Points, draw
 from tuner.setup.timetable import run_schedule
 from tuner.train.plan import batch_sizes, plan_steps
 from tuner.train.schedule import Schedule

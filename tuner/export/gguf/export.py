@@ -20,7 +20,7 @@ from tuner.export.gguf.vocabulary import encoded_otherwise, named_for, vocabular
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
 from tuner.export.write import ends_of, load_tokenizer, quiet
-from tuner.rundir.keep import CheckpointHold
+from tuner.rundir.checkpoints import CheckpointHold
 from tuner.runtime.files import publish_dir
 
 

@@ -20,8 +20,7 @@ from tuner.run.meta import is_apart
 from tuner.run.options import RunResult
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.export_process import ExportProcess
-from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
-from tuner.rundir.keep import CheckpointHold
+from tuner.rundir.checkpoints import CheckpointHold, is_export, link_latest, newest_export, prune_exports
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_errors

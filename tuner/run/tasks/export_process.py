@@ -13,7 +13,7 @@ from typing import Any
 from tuner.config.numbers import byte_text
 from tuner.config.recipe import ExportSection
 from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
-from tuner.rundir.keep import CheckpointHold
+from tuner.rundir.checkpoints import CheckpointHold
 
 
 @dataclass

@@ -18,7 +18,7 @@ from tuner.run.parts.part import LaunchContext
 from tuner.run.state import run_state
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
-from tuner.rundir.keep import prune
+from tuner.rundir.checkpoints import prune
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, another_gloo_group, gloo_group
