@@ -21,7 +21,7 @@ RUN/
   logs/rankN.metrics.jsonl the steps as another process than rank 0 had them, where the recipe asks for it
   launches/N/git.diff     the source tree's changes at each launch
   exports/step-N/         Hugging Face directories (step-N-adapter, step-N-text); exports/latest leads to the newest;
-                          step-N-TYPE.gguf is a file for llama.cpp
+                          (.tmp-latest-* before it does); step-N-TYPE.gguf is a file for llama.cpp
   profile/                recorded steps
   prober/step-N/          activations and gradients of chosen modules
   trackers/NAME.json      the id of its run for each tracker, and the newest step that it was sent
