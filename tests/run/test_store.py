@@ -26,7 +26,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.stages import stage_of
-from tuner.stores import client, lease
+from tuner.stores import client, directory
 from tuner.stores.directory import StoreDirectory
 from tuner.stores.stage import StageState
 from tuner.train.tasks import Event, Request
@@ -145,7 +145,7 @@ def test_a_run_that_another_launch_takes_over_stops_in_order(stage: Path) -> Non
 
 
 def test_a_second_launch_is_refused_by_name(stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lease, "TTL_SECONDS", 0.4)
+    monkeypatch.setattr(directory, "TTL_SECONDS", 0.4)
     with Publisher(stage, Console(main=False)):
         monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "other"))
         stage_of(URL).mkdir(parents=True)

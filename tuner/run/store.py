@@ -14,7 +14,7 @@ from tuner.runtime.console import Console
 from tuner.train.tasks import Event, Request, Task
 
 if TYPE_CHECKING:
-    from tuner.stores.upload import StageSnapshot
+    from tuner.stores.transfer import StageSnapshot
 
 STEP = "step"
 """What a commit notes of a run: after which step it was taken."""

@@ -7,32 +7,25 @@ a commit and then its data finds them, or finds a newer commit.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
+
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
-from tuner.stores.client import Client
-from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key, read_commit
-from tuner.stores.stage import Bringing, StageState, entries, safe_link, state_path
-from tuner.stores.transfer import SNAPSHOT_BYTES, GoneError, StageSnapshot, open_file, upload
-import json
-import socket
-from collections.abc import Callable
-from tuner.errors import MachineError
 from tuner.stores.client import Client, Version
-from tuner.stores.commit import LEASE
-from collections.abc import Iterable, Mapping
-from tuner.stores.commit import FILES, Commit, commit_key, read_commit
-from tuner.stores.transfer import OpenFile, upload
-
+from tuner.stores.commit import COMMITS, FILES, LEASE, Commit, StoredFile, commit_key, read_commit
+from tuner.stores.stage import Bringing, StageState, entries, safe_link, state_path
+from tuner.stores.transfer import SNAPSHOT_BYTES, GoneError, OpenFile, StageSnapshot, open_file, upload
 
 KEPT_COMMITS = 2
 """The newest and the one before it, which a reader may be in the middle of."""
@@ -52,8 +45,7 @@ class StoreDirectory:
         self.url = client.url
         self.set_aside: Path | None = None
         """Where the last fetch has moved what was changed in the stage and is not of the commit."""
-        self._client = client
-        self._local = frozenset(local)
+        self._client, self._local = client, frozenset(local)
         self._lease: Lease | None = None
         self._last: Commit | None = None
         """Under the lease: the commit that the next one follows."""
@@ -304,6 +296,12 @@ def place_of(stage: Path) -> str:
 class Lease:
     """A lease on the directory of a client, as a context manager: taken at the start, renewed by a thread, released.
 
+    It is one object, renewed over its last version, so that the store decides, and no two clocks are compared. Who
+    finds another's lease waits until it has not been renewed for :data:`TTL_SECONDS` of his own monotonic clock, and
+    takes it then; one whose process was on this machine and is gone (its lock on the stage is free) is taken at once.
+    It is not what keeps two writers apart, only what tells them early: that is the number of a commit, which the store
+    gives away once.
+
     `lock_is_free` says that this process holds the stage's own lock, so that no other process of this machine has it.
     `on_wait` is called once, with a sentence, where another's lease has to run out first. Entering raises MachineError
     where another launch holds it and renews it.
@@ -322,13 +320,9 @@ class Lease:
         """Who has taken it over, once that is known."""
         self.number = 0
         """The highest commit that is known; whoever reads the lease need not list."""
-        self._client = client
-        self._place = place_of(stage)
-        self._lock_is_free = lock_is_free
-        self._on_wait = on_wait
-        self._on_taken = on_taken
-        self._mutex = threading.Lock()
-        self._stop = threading.Event()
+        self._client, self._place, self._lock_is_free = client, place_of(stage), lock_is_free
+        self._on_wait, self._on_taken = on_wait, on_taken
+        self._mutex, self._stop = threading.Lock(), threading.Event()
         self._epoch = self._beat = 0
         self._version: Version | None = None
         self._thread = threading.Thread(target=self._renewing, name="store lease", daemon=True)
@@ -434,19 +428,21 @@ def _holder(facts: dict[str, Any]) -> str:
     return f"{facts['host']} pid {facts['pid']}"
 
 
-_ENTRY = commit_key(1)
-
-
 def find_entry(client: Client) -> Commit | None:
-    """The commit of an entry; None where it is not published. One request. Raises MachineError, DataError."""
+    """The one commit of a directory that never changes; None where it is not published. Raises as :func:`read_commit`.
+    """
     return read_commit(client, 1)
 
 
 def publish_entry(client: Client, files: Iterable[OpenFile], note: Mapping[str, Any]) -> Commit:
-    """Upload files and commit them; the commit that is there then, own or another's. MachineError, DataError."""
+    """Publish a directory that never changes, once, under no lease: the commit that is there then, own or another's.
+
+    It has one commit, number 1, put only where none is. Who makes the same thing at the same time, on any machine,
+    finds that commit in place of his own, and removes what he has uploaded. Raises MachineError, DataError.
+    """
     document = Commit(1, str(uuid.uuid4()), "", upload(client, files), note).document()
-    there = client.settle(_ENTRY, document, None)
+    there = client.settle(commit_key(1), document, None)
     assert there is not None, "an object that is wanted where none is, is there in the end"
-    commit = Commit.read(f"{client.url}/{_ENTRY}", there[0])
+    commit = Commit.read(f"{client.url}/{commit_key(1)}", there[0])
     client.delete([key for key in client.names(FILES) if key not in commit.data])
     return commit

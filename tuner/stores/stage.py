@@ -7,23 +7,22 @@ commit is downloaded next to the stage, checked, and renamed into its place.
 
 from __future__ import annotations
 
+import glob
 import os
+import secrets
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
 from tuner.errors import DataError
-from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, machine_errors, read_json, sha256_file, write_json
-import glob
-import secrets
-from collections.abc import Callable, Collection
 from tuner.runtime import files
+from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, machine_errors, read_json, sha256_file, write_json
 from tuner.stores.client import Client
 from tuner.stores.commit import Commit, StoredFile
 from tuner.stores.transfer import download
-
 
 SCHEMA = 1
 RACY_NS = 50_000_000
@@ -117,8 +116,6 @@ def entries(
                             yield name, status
 
 
-
-
 def safe_link(where: str, name: str, target: str) -> str:
     """The target of a link below a stage. Raises DataError where it leads out of it, or may do."""
     if target.startswith("/") or ".." in target.split("/"):
@@ -142,14 +139,10 @@ class Bringing:
     def __init__(
         self, stage: Path, commit: Commit, state: StageState, local: Collection[str] = (), spared: str | None = None
     ) -> None:
-        self.stage = stage
-        self.commit = commit
-        self.state = state
+        self.stage, self.commit, self.state = stage, commit, state
         self.aside: Path | None = None
         """Where files went that were changed here and are not of the commit."""
-        self._local = local
-        self._spared = spared
-        self._whole = wholes(commit.files.keys())
+        self._local, self._spared, self._whole = local, spared, wholes(commit.files.keys())
         self._changed: set[str] = set()
 
     def bring(self, client: Client, only: Callable[[str], bool] | None) -> None:

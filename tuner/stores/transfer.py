@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
 from tuner.errors import DataError
-from tuner.runtime.files import machine_errors
+from tuner.runtime.files import NEW, machine_errors, opened
 from tuner.stores.client import Client
 from tuner.stores.commit import StoredFile
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from tuner.runtime.files import NEW, machine_errors, opened
-
 
 PART_BYTES = 16 << 20
 IN_FLIGHT = 8
@@ -80,19 +77,19 @@ class StageSnapshot:
     def close(self) -> None:
         """Give all descriptors back; without a publish nothing was sent."""
         self.closed = True
-        for opened in self.opened:
-            opened.file.close()
+        for each in self.opened:
+            each.file.close()
 
 
 def open_file(path: Path, name: str, room: int) -> OpenFile | None:
     """A file for a snapshot, in memory where it is small and there is room; None where it is gone. MachineError."""
     with machine_errors(path), suppress(FileNotFoundError):
         source = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
-        opened = OpenFile(name, os.fstat(source.fileno()), time.time_ns(), source)
-        if opened.size <= min(SMALL_BYTES, room):
+        found = OpenFile(name, os.fstat(source.fileno()), time.time_ns(), source)
+        if found.size <= min(SMALL_BYTES, room):
             with source:
-                opened.file, opened.held = BytesIO(opened.part(0, opened.size)), opened.size
-        return opened
+                found.file, found.held = BytesIO(found.part(0, found.size)), found.size
+        return found
     return None
 
 
