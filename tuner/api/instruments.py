@@ -1,6 +1,9 @@
-"""Memory and time of recipes, predicted."""
+"""What recipes take and whether runs are what they should be; predicted and proven."""
 
-from tuner.api.given import RecipeSource, console_of, loaded_of
+from collections.abc import Sequence
+from pathlib import Path
+
+from tuner.api.given import RecipeSource, absolute, console_of, loaded_of
 from tuner.config.ladder import require_one_run
 from tuner.config.load import LoadedRecipe
 from tuner.profile.choose import predict_settled
@@ -8,7 +11,11 @@ from tuner.profile.fit import fit as find
 from tuner.profile.predict import Target
 from tuner.profile.prediction import Prediction
 from tuner.profile.search import Choice
+from tuner.prove.prove import Proven
+from tuner.prove.prove import prove as prove_layouts
 from tuner.run.measure import target_of
+from tuner.run.verify import ResumeProof
+from tuner.run.verify import verify_resume as verify
 from tuner.setup.settled import with_whole_batches
 
 
@@ -40,3 +47,19 @@ def fit(
 def _target(loaded: LoadedRecipe, device: str | None, processes: str | None, memory: str | None) -> Target:
     require_one_run(loaded.recipe.ladder)
     return target_of(loaded.recipe, device, processes, memory)
+
+
+def prove(recipe: RecipeSource, steps: int = 20, layouts: Sequence[str] = (), quiet: bool = False) -> Proven:
+    """Hold layouts of a recipe against one process, on a small model of its architecture and this machine's CPU.
+
+    ``layouts`` are names such as ``"fsdp2+tp2"``; without any, the recipe's own and all known ones are proven. The
+    result's ``wrong`` holds those that are not what one process computes.
+    """
+    found, console = loaded_of(recipe).recipe, console_of("info", quiet)
+    require_one_run(found.ladder)
+    return prove_layouts(found, steps, layouts, lambda line: console.say("proven", line))
+
+
+def verify_resume(run: str | Path, steps: int = 2, quiet: bool = False) -> ResumeProof:
+    """Prove that a run resumes exactly on this machine. Raises VerificationError with the first difference."""
+    return verify(absolute(run), steps, console_of("info", quiet))
