@@ -24,7 +24,7 @@ from tuner.config.load import load_recipe
 from tuner.model.adapter import lora_layers
 from tuner.model.decode import greedy
 from tuner.model.flops import training_flops
-from tuner.run.begin import write_model_config
+from tuner.run.state import write_model_config
 from tuner.rundir.layout import CHECKPOINTS, MODEL_CONFIG, TOKENIZER
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import file_entries

@@ -19,7 +19,7 @@ from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError
-from tuner.run import machines
+from tuner.run import store as machines
 from tuner.rundir.in_store import bring, publish
 from tuner.runtime.process import Collective
 from tuner.stages import stage_of

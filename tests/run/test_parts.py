@@ -21,9 +21,9 @@ from tuner.setup.build import Assembly
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 
-SPINE = ("main", "preflight", "begin", "state", "launch", "options")
+SPINE = ("main", "preflight", "state", "launch", "options")
 OWNED = (
-    "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.versions",
+    "run.windows", "run.teacher", "run.reference", "run.tasks.windows", "run.tasks.versions",
     "run.bank", "rundir.windows", "rundir.versions", "setup.initial", "setup.teacher", "setup.mock",
     "setup.offloaded", "setup.host_states", "runtime.numa", "runtime.deterministic",
 )  # fmt: skip

@@ -12,43 +12,37 @@ computed them. *Does the policy start there?* is asked of the forward that train
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
-from tuner.data.batches import collate
+
+from tuner.data.batches import Batch, collate
 from tuner.data.building.columns import Columns
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import VerificationError
-from tuner.parallel.assemble import AssemblySpec
-from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns, with_row_columns
-from tuner.run.parts.part import Preflight
-from tuner.runtime.console import Console
-from tuner.runtime.environment import versions
-from tuner.setup.build import Assembly
-from tuner.setup.resolve import quantizer_facts
-from tuner.setup.specs import assembly_spec
-from tuner.train.step import TrainState, reference_values
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
-import numpy.typing as npt
-from tuner.data.batches import Batch, collate
 from tuner.errors import VerificationError, counted
 from tuner.model.adaptable import exact_weight
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.experts import LORA_B
+from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
+from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns, with_row_columns
+from tuner.run.parts.part import Preflight
+from tuner.runtime.console import Console
+from tuner.runtime.environment import versions
 from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, any_rank, gloo_group
+from tuner.setup.build import Assembly
 from tuner.setup.precision import Numerics
+from tuner.setup.resolve import quantizer_facts
+from tuner.setup.specs import assembly_spec
 from tuner.train.step import TrainState, device_columns, reference_values
-
 
 DECIDING = ("tuner", "torch", "transformers", "peft", "liger-kernel", "triton")
 """Packages whose versions may change bits."""
@@ -132,9 +126,10 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
     state = assembly.train_state
 
     def values(rows: PackedRows, row: Row) -> Columns:
-        found = _of_row(state, row)
+        found = _by_the_same_program(state, collate([row]))
         if state.method.mismatched:
-            found |= {f"{name}_mismatched": part for name, part in _of_row(state, rows.mismatched(row)).items()}
+            others = _by_the_same_program(state, collate([rows.mismatched(row)]))
+            found |= {f"{name}_mismatched": part for name, part in others.items()}
         for name, of_documents in found.items():
             if not np.isfinite(of_documents).all():
                 raise VerificationError(
@@ -144,12 +139,6 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
         return found
 
     return values
-
-
-def _of_row(state: TrainState, row: Row) -> Columns:
-    with torch.no_grad():
-        found = reference_values(state.root, state.method, collate([row]), state.step_config)
-    return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
 
 
 CHECKED_ROWS = 4
@@ -299,12 +288,12 @@ def _not_of_this_model(assembly: Assembly, split: str, batch: Batch) -> list[str
     return problems
 
 
-def _by_the_same_program(state: TrainState, batch: Batch) -> Mapping[str, npt.NDArray[np.float32]]:
+def _by_the_same_program(state: TrainState, batch: Batch) -> Columns:
     with torch.no_grad():
         return _read(reference_values(state.root, state.method, batch, state.step_config))
 
 
-def _read(columns: Mapping[str, torch.Tensor]) -> Mapping[str, npt.NDArray[np.float32]]:
+def _read(columns: Mapping[str, torch.Tensor]) -> Columns:
     return {name: values.float().cpu().numpy() for name, values in columns.items()}
 
 

@@ -1,23 +1,31 @@
 """A trained model measured outside of any run, on a recipe's held-out rows or on tasks: what `tuner eval` does."""
 
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 from tuner.checkpoint.load import load_into
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import Head, Method, head_of
+from tuner.config.overrides import Override
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError, counted
+from tuner.evals.load import check_tasks, load_tasks
+from tuner.evals.requests import Respondent
+from tuner.evals.scorer import Scorer
+from tuner.evals.task import ScoredTask, TaskScore
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.run.columns import ColumnsInfo, cached_columns, with_row_columns
 from tuner.run.state import GIVEN
+from tuner.run.tasks.task_scores import write_scores
 from tuner.rundir.checkpoints import require_same_base, require_same_quantizer
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
@@ -25,6 +33,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
+from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import held_out_rows
 from tuner.setup.model import assemble_model
 from tuner.setup.resolve import Resolved, check_fits, method_section, quantizer_facts, resolve
@@ -34,21 +43,6 @@ from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.methods.preference import AnswersAlone
 from tuner.train.step import StepConfig
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from tuner.config.overrides import Override
-from tuner.errors import RecipeError
-from tuner.evals.load import check_tasks, load_tasks
-from tuner.evals.requests import Respondent
-from tuner.evals.scorer import Scorer
-from tuner.evals.task import ScoredTask, TaskScore
-from tuner.run.tasks.task_scores import write_scores
-from tuner.rundir.model_path import RunCheckpoint
-from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.resolve import resolve
-from tuner.setup.settled import rows_at_once
-
 
 Trained = RunCheckpoint | HfDirectory | HubModel
 """A model to evaluate."""

@@ -19,7 +19,7 @@ from tuner.evals.requests import Likelihood, ScoreRequest
 from tuner.evals.scorer import before_stops
 from tuner.export.gguf.engine import GREEDY, Engine, served
 from tuner.export.gguf.header import read_keys
-from tuner.run.score_tasks import TasksScore, scored
+from tuner.run.score import TasksScore, scored
 from tuner.run.tasks.task_scores import write_scores
 from tuner.runtime.console import Console
 

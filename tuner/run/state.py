@@ -2,40 +2,31 @@
 facts of its manifest, what of them must stay, and its JSON state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import torch
+
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import load_recipe
-from tuner.config.recipe import TrainSection
-from tuner.errors import DataError, MachineError
-from tuner.run.parts.part import Preflight
-from tuner.rundir.directory import RunDir, noted
-from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
-from tuner.runtime.files import fsync_path, machine_errors, write_atomic, write_json
-from tuner.setup.build import Assembly
-from tuner.setup.resolve import Resolved, notes, recipe_again
-from tuner.stages import shown
-from collections.abc import Collection
-from tuner.checkpoint.open import CheckpointInfo
-from tuner.config.recipe import DataSection
+from tuner.config.recipe import DataSection, TrainSection
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
-from tuner.errors import DataError
-from tuner.run.changes import sources_of_eval
+from tuner.errors import DataError, MachineError
+from tuner.run.changes import STATE, pending, resets_of, sources_of_eval, starts_of, updates_of
+from tuner.run.parts.part import LaunchContext, Preflight
 from tuner.rundir.checkpoints import APART, require_same_base, require_same_quantizer
-from tuner.rundir.directory import RunDir
-from tuner.rundir.layout import TOKENIZER
-from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_errors, regular_size, sha256_file
-from tuner.setup.resolve import class_facts, manifest_facts, quantizer_facts
+from tuner.rundir.directory import RunDir, noted
+from tuner.rundir.layout import EMA_PREFIX, INIT_REPORT, MODEL_CONFIG, MODEL_PREFIX, TOKENIZER
+from tuner.runtime import files
+from tuner.setup.build import Assembly, run_tensors
+from tuner.setup.resolve import Resolved, class_facts, manifest_facts, notes, quantizer_facts, recipe_again
 from tuner.setup.specs import assembly_spec
 from tuner.setup.weight_facts import WeightFacts
-from dataclasses import replace
-from tuner.checkpoint.load import load_into
-from tuner.run.changes import STATE, pending, resets_of, starts_of, updates_of
-from tuner.run.parts.part import LaunchContext
-from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
-from tuner.setup.build import Assembly, run_tensors
+from tuner.stages import shown
 
 
 def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
@@ -61,7 +52,7 @@ def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
     if begins or not (run.path / MODEL_CONFIG).is_dir():
         write_model_config(run.path / MODEL_CONFIG, resolved)
     if (given := assembly.facts.given) is not None and "report" in given:
-        write_atomic(run.path / INIT_REPORT, given["report"].encode())
+        files.write_atomic(run.path / INIT_REPORT, given["report"].encode())
     # Where the user works, before where the recipe is: a resumed run reads it from its own directory.
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
     resets = ready.status.resets
@@ -72,7 +63,7 @@ def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
     for part in ready.parts:
         part.noted(run.path)
     if "recipe" in record:  # for people and other commands; launches read the record
-        write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
+        files.write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record
 
 
@@ -104,12 +95,12 @@ def _facts(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
 def write_model_config(directory: Path, resolved: Resolved) -> None:
     """Write the model's config and its generation config. Raises MachineError, DataError for what is no JSON."""
     config = directory / "config.json"
-    with machine_errors(config):
+    with files.machine_errors(config):
         resolved.config.save_pretrained(directory)
-        fsync_path(config)
+        files.fsync_path(config)
     # Its own save refuses settings that published models ship, such as a temperature without sampling.
     try:
-        write_json(directory / "generation_config.json", resolved.generation.to_dict())
+        files.write_json(directory / "generation_config.json", resolved.generation.to_dict())
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{resolved.model_name}/generation_config.json: cannot be written again: {error}",
@@ -164,7 +155,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "world_size": assembly.rank_info.world_size,
     }
     try:
-        json_bytes(meta)
+        files.json_bytes(meta)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{assembly.resolved.model_name}: its facts cannot be written into a checkpoint: {error}",
@@ -233,16 +224,17 @@ def write_tokenizer(run: RunDir, assembly: Assembly) -> None:
     assembly.tokenizer.save(run.path / TOKENIZER)
     rows, path = assembly.prepared.path / ID_PROBES, run.path / ID_PROBES
     kept = read_probes(rows) if rows.is_file() else []
-    with machine_errors(path):
+    with files.machine_errors(path):
         write_probes(path, [*kept, *text_probes(assembly.tokenizer)])
-        fsync_path(path)
+        files.fsync_path(path)
 
 
 def tokenizer_meta(run: RunDir) -> dict[str, Any]:
     """What a checkpoint notes of them, so that an export can tell that they are still the same."""
     probes = run.path / ID_PROBES
-    found = {ID_PROBES: {"size": regular_size(probes), "sha256": sha256_file(probes)}} if probes.is_file() else {}
-    return {"tokenizer_files": file_entries(run.path / TOKENIZER), "id_probes": found}
+    facts = {"size": files.regular_size(probes), "sha256": files.sha256_file(probes)} if probes.is_file() else None
+    found = {} if facts is None else {ID_PROBES: facts}
+    return {"tokenizer_files": files.file_entries(run.path / TOKENIZER), "id_probes": found}
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:

@@ -7,38 +7,38 @@ other machines have written to the stage of rank 0, which alone is published.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
-from tuner.errors import MachineError, TunerError
-from tuner.rundir.in_store import not_published, opened
-from tuner.runtime.console import Console
-from tuner.train.tasks import Event, Request, Task
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import newest
 from tuner.checkpoint.save import WriteShards
 from tuner.checkpoint.shard_hash import read_bytes
 from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.storage import WrittenFile, write_shards
-from tuner.errors import TunerError
+from tuner.errors import MachineError, TunerError
 from tuner.run.status import launches_of
 from tuner.rundir.directory import RunDir
-from tuner.rundir.in_store import Say, bring, bring_exactly, opened, publish
+from tuner.rundir.in_store import Say, bring, bring_exactly, not_published, opened, publish
 from tuner.rundir.layout import CHECKPOINTS
 from tuner.rundir.run_json import hold
+from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import discard_dir, machine_errors, make_dirs, write_all
 from tuner.runtime.files import opened as opened_file
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.stores.stage import StageState
+from tuner.train.tasks import Event, Request, Task
 
 if TYPE_CHECKING:
     from tuner.stores.transfer import StageSnapshot

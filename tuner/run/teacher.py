@@ -1,29 +1,36 @@
-"""A teacher's most probable tokens at every trained position, computed once before training, which loads no teacher; and
-the versions of one that is still learning: which a launch begins with, and how a newer one is taken.
+"""A teacher's most probable tokens at every trained position, computed once before training, which loads no teacher;
+and the versions of one that is still learning: which a launch begins with, and how a newer one is taken.
 
 The teacher reads the same packed rows as the student would. What it gives is known by its weights, the rows, and what
 is kept of each distribution; who computes it, and with which kernels, only moves its last bits.
 """
 
+import gc
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import torch
+
 from tuner.config.methods import DistillMethod
 from tuner.data.batches import collate
 from tuner.data.building.columns import Columns
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import RecipeError, VerificationError
+from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
 from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns
 from tuner.run.parts.part import Preflight
+from tuner.run.status import RunStatus
+from tuner.rundir.checkpoints import version_dirs
+from tuner.rundir.versions import TakenVersion, TakenVersions, read_teachers, write_teachers
 from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
 from tuner.runtime.files import sha256_file
@@ -31,18 +38,9 @@ from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.model import assemble_teacher
 from tuner.setup.resolve import method_section
-from tuner.setup.teacher import teacher_model
-from tuner.train.methods.distill import Distill
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from tuner.data.building.spec import PrepareSpec
-from tuner.errors import DataError
-from tuner.run.status import RunStatus
-from tuner.rundir.checkpoints import version_dirs
-from tuner.rundir.versions import TakenVersion, TakenVersions, read_teachers, write_teachers
-from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
+from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher, teacher_model
 from tuner.setup.weight_facts import WeightFacts
+from tuner.train.methods.distill import Distill
 from tuner.train.plan import cadence
 from tuner.train.progress import Progress
 

@@ -1,14 +1,15 @@
-"""Memory of the host that holds what a device has no room for: who counts it, and how CUDA copies from and into it on its
-own time, page-locked as it lies, where the system allows that.
+"""Memory of the host that holds what a device has no room for: who counts it, and how CUDA copies from and into it on
+its own time, page-locked as it lies, where the system allows that.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
-import torch
-from tuner.runtime.members import member
-from tuner.runtime.device import forget_cuda_error
 
+import torch
+
+from tuner.runtime.device import forget_cuda_error
+from tuner.runtime.members import member
 
 HostPart = Literal["optimizer", "activations", "gradients", "parameters", "staging"]
 """What bytes of the host are for, in the words of a prediction."""

@@ -8,39 +8,33 @@ report. Its actor gives the report, the exit code and the words of rank 0 to the
 the store is through which the ranks meet. Where an actor is lost, its rank sees that its parent is gone, and stops.
 """
 
+import contextlib
 import logging
 import os
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-from tuner.errors import MachineError, RecipeError
-from tuner.runtime.dist import cores
-from tuner.runtime.environment import versions
-from tuner.runtime.files import scratch_dir
-from tuner.runtime.stop import SIGNALS, put_back
-import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
 import psutil
+
 from tuner.errors import MachineError, RecipeError, TunerError, counted
 from tuner.runtime import phase, spawn
 from tuner.runtime.activity import STDERR, Doing
 from tuner.runtime.dist import RankInfo, cores
-from tuner.runtime.environment import PREFIXES
-from tuner.runtime.files import write_all, write_json
+from tuner.runtime.environment import PREFIXES, versions
+from tuner.runtime.files import scratch_dir, write_all, write_json
 from tuner.runtime.spawn import JOB, KILL_S, LOOPBACK, End, Ranks, StoreAddress, Work, rank_file
-from tuner.runtime.stop import StopSignals
+from tuner.runtime.stop import SIGNALS, StopSignals, put_back
 from tuner.runtime.warned import read_warned
-
 
 ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 64 << 20

@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from tuner.runtime import host
-from tuner.runtime.page_lock import page_lock
+from tuner.runtime.host import page_lock
 from tuner.train.moments import AVERAGES, FlaggedOptimizer
 
 # Copies between a device and a few buffers of the host's memory, each way on a stream of its own.

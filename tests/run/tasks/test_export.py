@@ -10,8 +10,7 @@ import pytest
 from tuner.config.load import load_recipe
 from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.run.options import RunResult
-from tuner.run.tasks.export import NICENESS, Exporter
-from tuner.run.tasks.export_process import ExportProcess
+from tuner.run.tasks.export import NICENESS, Exporter, ExportProcess
 from tuner.rundir.checkpoints import CheckpointHold, is_export, link_latest, newest_export, prune, prune_exports
 from tuner.runtime.console import Console
 from tuner.runtime.files import json_bytes

@@ -15,10 +15,8 @@ from tuner.config.methods import DpoMethod, LoggedFigure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
-from tuner.run.tasks.console import ConsoleTask, columns_of
-from tuner.run.tasks.log import HaltedError, LogTask
-from tuner.run.tasks.step_columns import Chinchilla, SpikeScore, StepColumn
-from tuner.run.tasks.time_left import Due, TimeLeft
+from tuner.run.tasks.console import ConsoleTask, Due, TimeLeft, columns_of
+from tuner.run.tasks.log import Chinchilla, HaltedError, LogTask, SpikeScore, StepColumn
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
 from tuner.train import step

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.run.tasks.time_left import Due, TimeLeft, due_steps
+from tuner.run.tasks.console import Due, TimeLeft, due_steps
 from tuner.train.plan import Cadence
 
 PERIODS = st.lists(st.integers(1, 12), max_size=3).map(tuple)

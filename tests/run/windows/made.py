@@ -11,7 +11,7 @@ import pytest
 from tests.fixtures import trainings
 from tuner.data.batches import StepBatches
 from tuner.run.tasks import windows as task
-from tuner.run.windows.preparation import PreparedHere
+from tuner.run.windows.finder import PreparedHere
 from tuner.runtime.console import Console
 
 RECIPE = """\

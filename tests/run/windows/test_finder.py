@@ -11,8 +11,7 @@ from tuner.config.portions import Portion
 from tuner.config.recipe import DataSection
 from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError
-from tuner.run.windows.finder import Finder
-from tuner.run.windows.preparation import PreparedWindow
+from tuner.run.windows.finder import Finder, PreparedWindow
 from tuner.rundir.windows import WindowEntry
 
 

@@ -11,9 +11,19 @@ from tuner.cli.output import columns
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError, counted
-from tuner.run.score import Score, Trained, find_trained, run_recipe, score
+from tuner.run.score import (
+    Score,
+    TasksScore,
+    Trained,
+    any_model,
+    find_trained,
+    own_recipe,
+    run_recipe,
+    score,
+    score_tasks,
+    with_tasks,
+)
 from tuner.run.score_gguf import score_gguf
-from tuner.run.score_tasks import TasksScore, any_model, own_recipe, score_tasks, with_tasks
 from tuner.rundir.model_path import HubModel, RunCheckpoint
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

@@ -39,8 +39,8 @@ class Windows(Part):
 
     def prepared(self, before: Before) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""
-        from tuner.run.windows.preparation import prepared_window
-        from tuner.run.windows.start import begin_windows
+        from tuner.run.windows.finder import prepared_window
+        from tuner.run.windows.opened import begin_windows
 
         begun = begin_windows(before)
         if isinstance(begun, RunResult):
@@ -72,7 +72,7 @@ class Windows(Part):
 
     def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
         """The window that rank 0 came upon: a late one may have come in between. Collective."""
-        from tuner.run.windows.preparation import prepared_window
+        from tuner.run.windows.finder import prepared_window
 
         position = ranks.on_rank0(lambda: self._position)
         if position == self._position:

@@ -2,34 +2,28 @@
 line of the newest step, and how long the run still takes.
 """
 
+import math
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import combinations
 from math import lcm
-from typing import Literal
-from tuner.config.recipe import EvalSection
-from tuner.setup.timetable import Timetable
-from tuner.train.plan import Cadence
-import math
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
 from tuner.config.duration import Duration
 from tuner.config.methods import LoggedFigure
-from tuner.rundir.records import Records
-from tuner.runtime.console import Console, ProgressBar, clock
-from tuner.train.progress import Progress
-from tuner.train.tasks import Event, Request, Task
-from contextlib import AbstractContextManager, nullcontext
+from tuner.config.recipe import EvalSection
 from tuner.rundir.directory import RunDir
+from tuner.rundir.records import Records
 from tuner.runtime import startup
-from tuner.runtime.console import Console
-from tuner.train.tasks import TakenStep, Task
-
+from tuner.runtime.console import Console, ProgressBar, clock
+from tuner.setup.timetable import Timetable
+from tuner.train.plan import Cadence
+from tuner.train.progress import Progress
+from tuner.train.tasks import Event, Request, TakenStep, Task
 
 NEWEST = 20
 """Steps whose mean is the pace of those to come."""

@@ -5,6 +5,11 @@ Each in a process of its own, by the very command that a user would give, so tha
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -14,9 +19,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
+
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.config.recipe import Recipe
-from tuner.errors import ExitCode, RecipeError, TunerError
+from tuner.config.numbers import byte_text
+from tuner.config.recipe import ExportSection, Recipe
+from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, rebuilt
 from tuner.export.hf import sweep_unfinished
 from tuner.run.options import RunResult
 from tuner.run.parts.part import LaunchContext
@@ -27,17 +34,6 @@ from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_errors
 from tuner.train.plan import Cadence
 from tuner.train.tasks import Event, Request, TakenStep, Task
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
-from tuner.config.numbers import byte_text
-from tuner.config.recipe import ExportSection
-from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
-from tuner.rundir.checkpoints import CheckpointHold
-
 
 NICENESS = 10
 """Of an export beside training, above this process's own: training goes first."""

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.recipe import HealthSection, ProberSection
-from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.parts.part import LaunchContext, TaskNeeds
-from tuner.run.tasks.console import ConsoleTask, columns_of
+from tuner.run.state import frozen_meta, run_meta, tokenizer_meta
+from tuner.run.tasks.console import ConsoleTask, Due, StartupTask, TimeLeft, columns_of
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
-from tuner.run.tasks.log import LogTask, MemoryTask
+from tuner.run.tasks.log import LogTask, MemoryTask, step_columns
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
-from tuner.run.tasks.startup import StartupTask
-from tuner.run.tasks.step_columns import step_columns
 from tuner.run.tasks.stop import StopTask
-from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES, rank_metrics
 from tuner.rundir.records import Records
 from tuner.runtime.memory import FreedMemory

@@ -7,19 +7,18 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 import torch
+
 from tuner.rundir.records import Records
 from tuner.runtime.device import DeviceMark, timeline_of
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
+from tuner.setup.specs import TaskSections
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, TakenStep, Task
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
-import numpy as np
-from tuner.setup.specs import TaskSections
-
 
 SHORTEST_S = 1e-6
 
@@ -81,7 +80,7 @@ class LogTask(Task):
 
     def __init__(
         self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
-        columns: Sequence[StepColumn] = (),
+        columns: Sequence["StepColumn"] = (),
     ) -> None:  # fmt: skip
         self.metrics, self.clock, self.columns = metrics, StepClock(device), list(columns)
         self._progress, self._mfu, self._device = progress, mfu, device

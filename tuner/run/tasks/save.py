@@ -16,8 +16,8 @@ from tuner.errors import MachineError
 from tuner.run.background import Background
 from tuner.run.parts.part import LaunchContext
 from tuner.run.state import run_state
+from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.checkpoints import prune
 from tuner.rundir.records import Records
 from tuner.runtime import phase

@@ -8,11 +8,10 @@ from functools import partial
 from tuner.config.dump import recipe_dict
 from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
+from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.time_left import TimeLeft
-from tuner.run.windows.finder import Finder, WindowLook, waited
+from tuner.run.windows.finder import Finder, PreparedBeside, WindowLook, waited
 from tuner.run.windows.opened import OpenedWindows
-from tuner.run.windows.preparation import PreparedBeside
 from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase

@@ -6,29 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
-from tuner.config.portions import Portion
-from tuner.data.building.cache import cache_path
-from tuner.data.building.prepare import find_prepared, prepare
-from tuner.data.building.spec import PrepareSpec
-from tuner.data.prepared import open_prepared
-from tuner.errors import DataError, MachineError, NoRowsError, TunerError, rebuilt
-from tuner.rundir.windows import WindowEntry
-from tuner.runtime.console import Console
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
+
 from tuner.config.portions import Late, Portion
 from tuner.data.building.cache import cache_path, valid
+from tuner.data.building.prepare import find_prepared, prepare
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.portions import next_portion
-from tuner.errors import DataError, TunerError
+from tuner.data.prepared import open_prepared
+from tuner.errors import DataError, MachineError, NoRowsError, TunerError, rebuilt
 from tuner.rundir.windows import LeftOut, WindowEntry
-from tuner.runtime.console import Updates
+from tuner.runtime.console import Console, Updates
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,20 @@
-"""The window that is trained: the one that a launch begins with, found and prepared before any process group exists, and
-later ones, whose rows become the ones that are trained while the plan continues over them.
+"""The window that is trained: the one that a launch begins with, found and prepared before any process group exists,
+and later ones, whose rows become the ones that are trained while the plan continues over them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.data.building.spec import PrepareSpec
+from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import RunResult
 from tuner.run.parts.part import Before
 from tuner.run.status import RunStatus, run_result
-from tuner.run.windows.finder import Finder, PreparedHere, waited
-from tuner.rundir.windows import WindowEntry, WindowPosition, entries_of, read_windows
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
-from tuner.data.building.spec import PrepareSpec
-from tuner.data.prepared import open_prepared
-from tuner.errors import DataError
-from tuner.run.windows.finder import prepared_window
-from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
+from tuner.run.windows.finder import Finder, PreparedHere, prepared_window, waited
+from tuner.rundir.windows import WindowEntry, WindowPosition, entries_of, read_windows, write_windows
 from tuner.setup.build import Assembly, held_out_rows
 from tuner.setup.portions import PortionPlans
 from tuner.setup.probes import probes_of

@@ -16,7 +16,7 @@ from tests.fixtures.tables import cases
 from tuner.config.recipe import LoggingSection, Tracker
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
-from tuner.run.tasks.trackers import choose, outbox
+from tuner.run.tasks.trackers import choose
 from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
 from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 from tuner.train.plan import Plan
@@ -99,7 +99,7 @@ def test_a_tag_set_on_the_page_stops_the_run(tmp_path: Path, monkeypatch: pytest
     vars(fake).update(Api=Api, init=lambda **_: opened, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "tuner.run.tasks.trackers.wandb", raising=False)
-    monkeypatch.setattr(outbox, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(choose, "INTERVAL_S", 0.001)
     logging = {"trackers": ["wandb"], "cancel_tags": ["cancel", "STOP-it"], "cancel_every": "0.002 s"}
     said: list[str] = []
     section = LoggingSection.model_validate(logging)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import DataError
-from tuner.run.tasks.trackers import outbox as module
-from tuner.run.tasks.trackers.outbox import Memory, Outbox
+from tuner.run.tasks.trackers import choose as module
+from tuner.run.tasks.trackers.choose import Memory, Outbox
 from tuner.run.tasks.trackers.tracker import TrackedPoint, point_of, points_of_file
 
 

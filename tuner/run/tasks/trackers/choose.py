@@ -5,30 +5,27 @@ run directory after each delivery. A later launch resumes there, and sends what 
 metrics.jsonl but not delivered.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
 from tuner.config.recipe import LoggingSection
-from tuner.errors import MachineError, TunerError
+from tuner.errors import DataError, MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
-from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
-from tuner.rundir.layout import METRICS
+from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun, Tracker, point_of, points_of_file
+from tuner.rundir.layout import METRICS, STOP
 from tuner.rundir.layout import TRACKERS as TRACKERS_DIR
+from tuner.runtime.files import read_json, write_json
 from tuner.train.plan import Cadence
 from tuner.train.tasks import EventStage
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tuner.errors import DataError
-from tuner.run.tasks.trackers.tracker import TrackedPoint, Tracker
-from tuner.runtime.files import read_json, write_json
-import time
-from collections.abc import Callable, Collection
-from tuner.rundir.layout import STOP
-
 
 _STAGES: tuple[EventStage, ...] = ("start", "step", "evaluation", "save", "end", "figures")
 
