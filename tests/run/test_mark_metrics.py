@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.fixtures.trainings import launch, lines
-from tuner.run.tasks.trackers.tracker import point_of
+from tuner.run.tasks.trackers.choose import point_of
 
 MARKED = {
     "train__duration": "10 steps", "eval__samples": "0", "data__eval": "4 documents", "eval__every": "3 steps",

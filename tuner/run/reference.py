@@ -28,7 +28,6 @@ from tuner.errors import VerificationError, counted
 from tuner.model.adaptable import exact_weight
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.experts import LORA_B
-from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
@@ -102,19 +101,14 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
         **asdict(resolved.numerics),
         "kernels": spec.kernels,
         "attention": resolved.reasons.get("attention"),
-        "compiled_for": None if padding is None else [padding.tokens, padding.longest, *_program(spec)],
+        # Of what is computed again, and in which parts, the compiler fuses other operations, which round otherwise.
+        "compiled_for": None if padding is None else [
+            padding.tokens, padding.longest, spec.recompute, str(spec.recomputed_layers), spec.tiles,
+        ],
         **here,
         **({} if (quantizer := quantizer_facts(resolved)) is None else {"quantizer": quantizer}),
         "versions": {name: version for name, version in versions().items() if name in DECIDING},
     }
-
-
-def _program(spec: AssemblySpec) -> list[Any]:
-    """What a compiled layer's program depends on besides its sizes: what of it is computed again, and in which parts.
-
-    The compiler fuses another set of operations for each, which rounds otherwise.
-    """
-    return [spec.recompute, str(spec.recomputed_layers), spec.tiles]
 
 
 def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:

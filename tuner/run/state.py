@@ -252,7 +252,8 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
     if STATE in reset_here:
         load_into(found, _named(assembly, MODEL_PREFIX), MODEL_PREFIX)
     else:
-        _make_room(assembly, found.state)
+        if updates_of(found.state) > starts_of(resets_of(found.state)).updates:  # there was an update of it
+            assembly.train_state.optimizer.allocate()
         averages = _named(assembly, EMA_PREFIX)
         others = {name: tensor for name, tensor in run_tensors(assembly.train_state).items() if name not in averages}
         load_into(found, others, without=EMA_PREFIX)
@@ -286,9 +287,3 @@ def _restore_averages(context: LaunchContext, averages: Mapping[str, Any], found
 def _named(assembly: Assembly, prefix: str) -> dict[str, Any]:
     """The tensors of a run whose names begin so."""
     return {name: tensor for name, tensor in run_tensors(assembly.train_state).items() if name.startswith(prefix)}
-
-
-def _make_room(assembly: Assembly, state: Mapping[str, Any]) -> None:
-    """Allocate what a checkpoint with this JSON state holds: the optimizer's state, once there was an update of it."""
-    if updates_of(state) > starts_of(resets_of(state)).updates:
-        assembly.train_state.optimizer.allocate()

@@ -305,18 +305,13 @@ def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float | None) -
     about = [
         {
             **_finite(summary(run)),
-            "resumed": _resumed(run),
+            "resumed": sorted({int(launch.get("from_step") or 0) for launch in run.launches[1:]} - {0}),
             "differs": {key: flow(recipe[key]) if key in recipe else "" for key in keys},
         }
         for run, recipe in zip(runs, recipes, strict=True)
     ]
     data: dict[str, Any] = {"smoothing": smoothing, "runs": about, "charts": [asdict(chart) for chart in drawn]}
     return filled(_TEMPLATE, data)
-
-
-def _resumed(run: Run) -> list[int]:
-    """The steps from which launches after the first resumed."""
-    return sorted({int(launch.get("from_step") or 0) for launch in run.launches[1:]} - {0})
 
 
 def filled(template: Path, figures: Mapping[str, Any]) -> str:

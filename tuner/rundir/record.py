@@ -330,7 +330,9 @@ def eval_figures(run: Run) -> dict[str, float]:
 
 def task_figures(run: Run) -> dict[str, dict[str, float]]:
     """The newest figures of each task by name; a task that was not scored in the last evaluation keeps its own."""
-    names = task_names(run.recipe.get("eval.tasks"))
+    tasks = run.recipe.get("eval.tasks")  # as plain values
+    listed = tasks if isinstance(tasks, list) else []
+    names = {EvalTask.model_validate(task).label for task in listed if isinstance(task, dict)}
     found: dict[str, dict[str, float]] = {}
     for line in run.latest.evaluations:
         for key, value in line.items():
@@ -338,12 +340,6 @@ def task_figures(run: Run) -> dict[str, dict[str, float]]:
             if task in names and figure and isinstance(value, (int, float)):
                 found.setdefault(task, {})[figure] = float(value)
     return found
-
-
-def task_names(tasks: object) -> frozenset[str]:
-    """The names in metrics.jsonl of the tasks of a resolved recipe, as plain values."""
-    listed = tasks if isinstance(tasks, list) else []
-    return frozenset(EvalTask.model_validate(task).label for task in listed if isinstance(task, dict))
 
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -151,25 +151,14 @@ class Saver(Task):
         if self._staging.problem is not None:
             self._to_say.append(self._staging.problem)
 
-    def _sync_records(self) -> None:
-        for records in self._records:
-            records.sync()
-
     def _commit(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
     ) -> Snapshot:
         try:
-            ranks.on_rank0(self._sync_records)
-            save(
-                self.checkpoints,
-                snapshot.step,
-                tensors,
-                snapshot.state,
-                ranks.on_rank0(lambda: self._meta(snapshot.step)),
-                snapshot.probe,
-                staged=staged,
-                ranks=ranks,
-            )
+            ranks.on_rank0(lambda: [records.sync() for records in self._records])
+            meta = ranks.on_rank0(lambda: self._meta(snapshot.step))
+            step, state, probe = snapshot.step, snapshot.state, snapshot.probe
+            save(self.checkpoints, step, tensors, state, meta, probe, staged=staged, ranks=ranks)
         finally:
             if staged is not None:
                 staged.written.set()

@@ -17,8 +17,7 @@ from tuner.config.recipe import LoggingSection, Tracker
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
 from tuner.run.tasks.trackers import choose
-from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
+from tuner.run.tasks.trackers.choose import TRACKERS, TrackedPoint, TrackedRun, check_trackers, tracker_hooks
 from tuner.train.plan import Plan
 from tuner.train.progress import Progress
 from tuner.train.tasks import Event

@@ -8,8 +8,7 @@ import pytest
 
 from tuner.errors import DataError
 from tuner.run.tasks.trackers import choose as module
-from tuner.run.tasks.trackers.choose import Memory, Outbox
-from tuner.run.tasks.trackers.tracker import TrackedPoint, point_of, points_of_file
+from tuner.run.tasks.trackers.choose import Memory, Outbox, TrackedPoint, point_of, points_of_file
 
 
 class Store:

@@ -1,4 +1,5 @@
-"""The trackers that a recipe may name: what each needs, how it is opened, and the hook that feeds it.
+"""The trackers that a recipe may name: what a tracker is and is given, what each needs, how it is opened, and the hook
+that feeds it.
 
 Points leave in a thread of their own, so that a slow server never holds up a step. What was sent is written down in the
 run directory after each delivery. A later launch resumes there, and sends what a killed one had written to
@@ -9,23 +10,92 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tuner.config.recipe import LoggingSection
 from tuner.errors import DataError, MachineError, TunerError
-from tuner.run.tasks.hooks import Registration, Report
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun, Tracker, point_of, points_of_file
+from tuner.run.tasks.hooks import Registration, Report, RunFacts
 from tuner.rundir.layout import METRICS, STOP
 from tuner.rundir.layout import TRACKERS as TRACKERS_DIR
+from tuner.rundir.records import Records
 from tuner.runtime.files import read_json, write_json
 from tuner.train.plan import Cadence
 from tuner.train.tasks import EventStage
+
+
+@dataclass(frozen=True)
+class TrackedPoint:
+    """One line of metrics.jsonl as numbers by name (`train/loss`), with the time it was seen (seconds since 1970)."""
+
+    kind: str
+    step: int
+    values: Mapping[str, float]
+    time_s: float
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run as trackers name it, and what the recipe says of them."""
+
+    facts: RunFacts
+    logging: LoggingSection
+
+    @property
+    def name(self) -> str:
+        """What it is shown as."""
+        return str(self.facts.recipe["name"])
+
+    @property
+    def first_new_step(self) -> int:
+        """Steps from here on are taken, and sent, again by this launch: 0 from the start, else the resumed step + 1."""
+        return self.facts.from_step + 1 if self.facts.from_step else 0
+
+
+class Tracker(Protocol):
+    """An open connection to one tracker's run. Any exception that a method raises means that nothing was taken."""
+
+    @property
+    def id(self) -> str:
+        """What a later launch needs to resume the same run."""
+
+    @property
+    def place(self) -> str:
+        """Where the run can be looked at, for people."""
+
+    def held(self) -> Mapping[str, int] | None:
+        """The newest step of each kind of line that the tracker itself holds; None where it cannot say."""
+
+    def send(self, points: Sequence[TrackedPoint]) -> None:
+        """Take points in the order of their steps, and keep them even if this process is killed right after."""
+
+    def close(self, status: str) -> None:
+        """The launch ended: finished, stopped or failed."""
+
+
+def point_of(line: Mapping[str, Any]) -> TrackedPoint:
+    """The numbers of a line, those of nested mappings joined with `/`; the line's kind comes first in each name."""
+    kind, step = str(line["kind"]), int(line["step"])
+    return TrackedPoint(kind, step, dict(_numbers(line, kind)), time.time())
+
+
+def points_of_file(path: Path) -> list[TrackedPoint]:
+    """All points of a metrics.jsonl; none where there is no file."""
+    return [point_of(line) for line in Records(path).read()]
+
+
+def _numbers(line: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}/{key}")
+        elif isinstance(value, (int, float)) and key != "step":
+            yield f"{prefix}/{key}", float(value)
+
 
 _STAGES: tuple[EventStage, ...] = ("start", "step", "evaluation", "save", "end", "figures")
 
