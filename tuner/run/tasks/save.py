@@ -155,7 +155,7 @@ class Saver(Task):
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
     ) -> Snapshot:
         try:
-            ranks.on_rank0(lambda: [records.sync() for records in self._records])
+            ranks.on_rank0(lambda: list(map(Records.sync, self._records)))
             meta = ranks.on_rank0(lambda: self._meta(snapshot.step))
             step, state, probe = snapshot.step, snapshot.state, snapshot.probe
             save(self.checkpoints, step, tensors, state, meta, probe, staged=staged, ranks=ranks)
