@@ -28,8 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.fixtures.store_gcs import translated
-from tests.fixtures.store_proxy import Proxy, forward, proxied
+from tests.fixtures.store_proxy import Proxy, forward, proxied, translated
 from tests.fixtures.store_servers import Server, serving
 from tools.commands import Results, asked, one_of, workplace
 from tools.store_rows import rows_by_index

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from tests.fixtures.operations import Operations
 from tests.fixtures.packed import drawn_root
+from tests.fixtures.tensors import Operations
 from tests.model.test_adapter import SPEC, adapted
 from tests.model.tiny import tiny_config
 from tuner.model import adapter

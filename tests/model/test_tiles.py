@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tests.fixtures.operations import Operations
 from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids, relative
+from tests.fixtures.tensors import Operations
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
 from tuner.model import blocks as recomputing

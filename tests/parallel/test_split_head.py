@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures import split
-from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
-from tests.fixtures.tensors import whole
+from tests.fixtures.tensors import Operations, whole
 from tests.model.tiny import VOCAB, family_config
 from tests.parallel.test_fsdp import Sent
 from tuner.evals.scorer import judged

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.fixtures import tables
-from tests.fixtures.operations import Operations
+from tests.fixtures.tensors import Operations
 from tests.train.test_optimizer import SECTIONS
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.fixtures import tables
-from tests.fixtures.lazy_cuda import WAYS, LazyCuda, Stream, lazy_cuda
+from tests.fixtures.cuda_stub import WAYS, LazyCuda, lazy_cuda
+from tests.fixtures.cuda_stub import LazyStream as Stream
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.train import optimizer as optimizer_module
 from tuner.train.host_adamw import HostAdamW, HostLink
