@@ -17,7 +17,7 @@ from tuner.config.load import load_recipe
 from tuner.errors import ExitCode, MachineError, RecipeError, VerificationError
 from tuner.model.outputs import first_tensor
 from tuner.parallel.known_work import KnownProducts
-from tuner.run.tasks.rank_times import RankTime, slow_ranks
+from tuner.run.tasks.health import RankTime, slow_ranks
 from tuner.train import loop
 from tuner.train.progress import CLOCKED
 

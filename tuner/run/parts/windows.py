@@ -22,7 +22,7 @@ from tuner.train.progress import Progress
 from tuner.train.tasks import Task
 
 if TYPE_CHECKING:
-    from tuner.run.windows.opened import OpenedWindows
+    from tuner.run.windows.finder import OpenedWindows
     from tuner.rundir.windows import WindowPosition
 
 
@@ -39,8 +39,7 @@ class Windows(Part):
 
     def prepared(self, before: Before) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""
-        from tuner.run.windows.finder import prepared_window
-        from tuner.run.windows.opened import begin_windows
+        from tuner.run.windows.finder import begin_windows, prepared_window
 
         begun = begin_windows(before)
         if isinstance(begun, RunResult):
@@ -83,7 +82,7 @@ class Windows(Part):
 
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """The windows as the launch begins with them."""
-        from tuner.run.windows.opened import OpenedWindows, may_follow
+        from tuner.run.windows.finder import OpenedWindows, may_follow
 
         progress.more_to_come = not self._position.ended and may_follow(assembly, progress)
         self._opened = OpenedWindows(ready.spec, self._position.with_last_step(progress.plan.total_steps))

@@ -180,7 +180,7 @@ def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> l
     """The tasks that measure ranks and layers in the steps of a cadence, where the recipe asks for it."""
     found = list[Task]()
     if sections.health.times_every is not None:
-        from tuner.run.tasks.rank_times import RankTimesTask
+        from tuner.run.tasks.health import RankTimesTask
 
         found.append(RankTimesTask(context, sections.health, log))
     if sections.logging.internals is not None:

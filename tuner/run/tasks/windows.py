@@ -10,8 +10,7 @@ from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.windows.finder import Finder, PreparedBeside, WindowLook, waited
-from tuner.run.windows.opened import OpenedWindows
+from tuner.run.windows.finder import Finder, OpenedWindows, PreparedBeside, WindowLook, waited
 from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
