@@ -48,24 +48,26 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from tuner.api.answers import generate, load_generator
     from tuner.api.checks import check_recipe, doctor
     from tuner.api.exports import export_hf, push
     from tuner.api.gguf_files import export_gguf
     from tuner.api.instruments import fit, profile, prove, verify_resume
     from tuner.api.ladders import Ladder
     from tuner.api.runs import runs, show_run
-    from tuner.api.scores import evaluate, generate, load_generator, score_tasks
+    from tuner.api.scores import evaluate, score_tasks
     from tuner.api.training import prepare_data, resume, train
     from tuner.config.load import load_recipe
 
 _PLACES = {
+    "tuner.api.answers": ("generate", "load_generator"),
     "tuner.api.checks": ("check_recipe", "doctor"),
     "tuner.api.exports": ("export_hf", "push"),
     "tuner.api.gguf_files": ("export_gguf",),
     "tuner.api.instruments": ("fit", "profile", "prove", "verify_resume"),
     "tuner.api.ladders": ("Ladder",),
     "tuner.api.runs": ("runs", "show_run"),
-    "tuner.api.scores": ("evaluate", "generate", "load_generator", "score_tasks"),
+    "tuner.api.scores": ("evaluate", "score_tasks"),
     "tuner.api.training": ("prepare_data", "resume", "train"),
     "tuner.config.load": ("load_recipe",),
 }

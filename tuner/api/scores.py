@@ -1,4 +1,4 @@
-"""What models make of held-out rows, of tasks, and of prompts."""
+"""What models make of held-out rows and of tasks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import Any
 from tuner.api.given import RecipeSource, absolute, console_of, loaded_of, overrides_of
 from tuner.config.load import LoadedRecipe, RecipeText, load_recipe
 from tuner.errors import RecipeError
-from tuner.generate import Answer, Generator, Message, Prompt, Sampling
-from tuner.generate import load_generator as load
 from tuner.run.score import Score, TasksScore, find_trained, own_recipe, run_recipe, score, with_tasks
 from tuner.run.score import score_tasks as score_on_tasks
 from tuner.runtime.dist import RankInfo
@@ -53,28 +51,3 @@ def score_tasks(
         loaded = own_recipe(trained, changes) if recipe is None else load_recipe(recipe, changes)
     place = None if output is None else absolute(output)
     return score_on_tasks(trained, loaded, RankInfo.from_environment(), console, place)
-
-
-def load_generator(model: str | Path, base: str | None = None, quiet: bool = False) -> Generator:
-    """Load a run, a checkpoint, a Hugging Face directory or a hub name once, to answer many prompts."""
-    name = str(absolute(model)) if Path(model).expanduser().exists() else str(model)
-    console = console_of("info", quiet)
-    return load(name, base=base, warn=console.warn)
-
-
-def generate(
-    model: str | Path | Generator,
-    prompts: str | Sequence[str | Sequence[Message]],
-    sampling: Sampling | None = None,
-    system: str | None = None,
-    quiet: bool = False,
-) -> list[Answer]:
-    """Answer prompts, each a text or a list of messages, through the chat template of a model's tokenizer."""
-    generator = model if isinstance(model, Generator) else load_generator(model, quiet=quiet)
-    chosen, before = sampling or Sampling(), ({"role": "system", "content": system},) if system else ()
-    answers = []
-    for prompt in [prompts] if isinstance(prompts, str) else prompts:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        shown = str(messages[-1]["content"]) if messages else ""
-        answers.append(generator.generate(Prompt(shown, messages=(*before, *messages)), chosen))
-    return answers
