@@ -12,7 +12,7 @@ import pytest
 from tests.data import pairs, tiny
 from tests.fixtures import forked
 from tests.fixtures.tables import cases
-from tuner.cli.work.tokens import row_texts, token_lines
+from tuner.cli.work.prepare_data import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.errors import DataError

@@ -17,7 +17,7 @@ from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.methods import Head
-from tuner.export import frozen, weights
+from tuner.export import weights
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, has_score
@@ -211,5 +211,5 @@ def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(source: object) -> None:
         raise AssertionError("the base model is loaded")
 
-    for module in (frozen, weights):
+    for module in (weights, weights):
         monkeypatch.setattr(module, "base_model", build)

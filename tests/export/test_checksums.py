@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import DataError
-from tuner.export.shards import Written, sha256_of_same
+from tuner.export.tensors import Written, sha256_of_same
 from tuner.runtime.files import HASH_BLOCK_BYTES
 
 SECTOR = 4096

@@ -25,7 +25,7 @@ for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
 from tuner.cli.work.served import ServedGenerator  # noqa: E402
-from tuner.export.gguf import engine, header  # noqa: E402
+from tuner.export.gguf import engine  # noqa: E402
 from tuner.run.score_gguf import ServedScorer, ServedTexts  # noqa: E402
 
 CHAT = ({"role": "user", "content": " Is it 中文🙂 raining?"},)
@@ -156,8 +156,8 @@ def test_a_file_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_header_is_read_as_the_library_reads_it(model: Path) -> None:
     path = model.with_name("m.gguf")
     fields = {name: value for name, value in keys_of(path).items() if "GGUF." not in name}
-    assert header.read_keys(path) == {k: len(v) if isinstance(v, list) else v for k, v in fields.items()}
-    assert header.read_keys(path)["llama.vocab_size"] == VOCAB
+    assert engine.read_keys(path) == {k: len(v) if isinstance(v, list) else v for k, v in fields.items()}
+    assert engine.read_keys(path)["llama.vocab_size"] == VOCAB
 
 
 def test_the_commands_take_a_file(model: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ for needed in ("gguf", "xllamacpp"):
 
 import gguf  # noqa: E402
 
-from tuner.export.gguf import export, file, kquants, lora, modelfile, proof  # noqa: E402
+from tuner.export.gguf import export, file, lora, modelfile  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
@@ -40,20 +40,20 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(proof, "N_TEXTS", 20)
+    monkeypatch.setattr(export, "N_TEXTS", 20)
     monkeypatch.setattr(runs, "write_tokenizer", write_tokenizer)
-    proof.fixed.cache_clear()
+    export.fixed.cache_clear()
     yield
-    proof.fixed.cache_clear()
+    export.fixed.cache_clear()
 
 
 def test_which_tensor_has_which_type_is_llama_quantizes_choice() -> None:
     cases = YAML(typ="safe").load(Path(__file__).with_name("gguf_mixes.yaml"))
     codes = {"iq4_nl": "n", "iq4_xs": "x"} | {f"q{bits}_k": str(bits) for bits in range(2, 7)}
-    assert {kind for case in cases for kind in case["types"]} == set(kquants.mixes())
+    assert {kind for case in cases for kind in case["types"]} == set(file.mixes())
     for case in cases:
         for kind, wanted in case["types"].items():
-            found = kquants.mixed(*_model(case["layers"], case["gqa"], case["head"]), kind)
+            found = file.mixed(*_model(case["layers"], case["gqa"], case["head"]), kind)
             for part, types in wanted.items():
                 names = [f"blk.{at}.{part}.weight" for at in range(len(types))]
                 names = names if len(types) > 1 else [f"{part}.weight"]
@@ -83,7 +83,7 @@ def _model(layers: int, gqa: int, head: bool, width: int = 256, experts: int = 0
 )
 def test_which_type_narrow_rows_few_experts_and_deep_models_have(kind: str, more: Any, wanted: dict[str, str]) -> None:
     """As its source has it, for what it was not asked of."""
-    found = kquants.mixed(*_model(**{"layers": 8, "gqa": 2, "head": False, **more}), kind)
+    found = file.mixed(*_model(**{"layers": 8, "gqa": 2, "head": False, **more}), kind)
     for part, type_ in wanted.items():
         assert found["token_embd.weight" if part == "token_embd" else f"blk.0.{part}.weight"] == type_, part
 
@@ -92,23 +92,23 @@ def test_which_type_narrow_rows_few_experts_and_deep_models_have(kind: str, more
 def test_blocks_hold_what_was_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read back by another reader; several threads write the same bytes as one."""
     block = torch.randn(3, 5, 256, generator=torch.Generator().manual_seed(0))
-    data = bytes(kquants.quantized(block, kind))
+    data = bytes(file.quantized(block, kind))
     number = gguf.GGMLQuantizationType[kind.upper()]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(15, -1).numpy()
     back = torch.from_numpy(gguf.quants.dequantize(rows, number)).reshape(block.shape)
     bits = 8 * len(data) / block.numel()
     assert (back - block).square().mean().sqrt() < 1.6 * 2.0**-bits * 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert bytes(kquants.quantized(block, kind)) == data
+    assert bytes(file.quantized(block, kind)) == data
 
 
 def test_without_the_code_that_writes_k_quants_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kquants.quantizer.cache_clear()
+    file.quantizer.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     with pytest.raises(MachineError, match="K-quants are written by llama.cpp's own code") as caught:
-        kquants.quantizer()
+        file.quantizer()
     assert caught.value.exit_code == 4 and "pip install" in str(caught.value.hint)
-    kquants.quantizer.cache_clear()
+    file.quantizer.cache_clear()
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from tuner.api.exports import export_hf
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import quantized, verify
-from tuner.export.answers import POSITIONS
 from tuner.export.outputs import ExportedValues
+from tuner.export.verify import POSITIONS
 from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize

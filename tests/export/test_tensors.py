@@ -14,9 +14,17 @@ from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.checkpoint.storage import DTYPE_NAMES
 from tuner.errors import DataError
-from tuner.export.frozen import Frozen
-from tuner.export.shards import Output, plan_shards
-from tuner.export.tensors import CHECKS_AHEAD, OpenFiles, TensorSource, checkpoint_tensor, held_tensor, merged_tensor
+from tuner.export import tensors
+from tuner.export.tensors import (
+    CHECKS_AHEAD,
+    OpenFiles,
+    Output,
+    TensorSource,
+    checkpoint_tensor,
+    held_tensor,
+    merged_tensor,
+)
+from tuner.export.weights import Frozen
 from tuner.model.low_rank import LowRank
 
 
@@ -104,7 +112,7 @@ def test_merged_by_blocks_is_merged_at_once(transposed: bool, with_length: bool,
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(4, 200))
 def test_shards_hold_every_tensor_once_in_order_and_keep_their_size(sizes: list[int], limit: int) -> None:
     outputs = [Output(f"t{i}", torch.float32, held_tensor(torch.zeros(size))) for i, size in enumerate(sizes)]
-    shards = plan_shards(outputs, limit)
+    shards = tensors.plan_shards(outputs, limit)
     assert [output for group in shards.values() for output in group] == outputs
     for group in shards.values():
         assert len(group) == 1 or sum(output.nbytes for output in group) <= limit

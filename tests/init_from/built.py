@@ -17,10 +17,9 @@ from tuner.model.build import model_config
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.initial import planned
-from tuner.setup.model import assembled
+from tuner.setup.model import Built, assembled
 from tuner.setup.resolve import model_spec, resolve
 from tuner.setup.specs import assembly_spec, trainable_of
-from tuner.setup.weight_facts import Built
 
 LORA = {"kind": "lora", "r": 4, "alpha": 8}
 TENSORS = dict[str, torch.Tensor]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.ladder.fit import CurveFamily
 from tuner.ladder.points import Point, short
-from tuner.ladder.robust import CurveFamily
 
 CEREBRAS = Path(__file__).with_name("cerebras.csv")
 """Losses on the Pile's test split, and mean accuracy of tasks: Dey et al., Cerebras-GPT, 2023 (arXiv:2304.03208)."""

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ladder import made
-from tuner.ladder.fit import Settings, fit_law, parameters_of
-from tuner.ladder.law import NEEDED_SIZES, LawCurve, form_of, starts_of
+from tuner.ladder import fit as fitting
 from tuner.ladder.points import Point, Size, read_points
-from tuner.ladder.robust import fit_curves, huber
 
-FEW = Settings(samples=40)
+FEW = fitting.Settings(samples=40)
 TRUTH = made.Truth()
 LARGE = Size(13e9, 260e9)
 
@@ -31,7 +29,7 @@ def test_known_parameters_come_back(
 ) -> None:
     a, b = exponents
     truth = made.Truth(constant, terms[0] * 3e8**a, terms[1] * 1e10**b, a, b)
-    fit = fit_law(made.ladder(truth), "loss", Settings(samples=1), NEEDED_SIZES)
+    fit = fitting.fit_law(made.ladder(truth), "loss", fitting.Settings(samples=1), fitting.NEEDED_SIZES)
     found = fit.form.natural(fit.parameters[None])[0]
     assert found[[0, 3, 4]] == pytest.approx([constant, a, b], rel=2e-3)
     assert fit.predict([LARGE])[0].value == pytest.approx(truth.loss(LARGE.parameters, LARGE.tokens), rel=1e-4)
@@ -40,8 +38,8 @@ def test_known_parameters_come_back(
 def test_an_outlier_weighs_little() -> None:
     points = made.ladder(TRUTH, noise=0.001)
     points[9] = replace(points[9], figures={"loss": points[9].figures["loss"] * 1.3})
-    fit = fit_law(points, "loss", FEW, NEEDED_SIZES)
-    found = {one.name: one.value for one in parameters_of(fit)}
+    fit = fitting.fit_law(points, "loss", FEW, fitting.NEEDED_SIZES)
+    found = {one.name: one.value for one in fitting.parameters_of(fit)}
     assert found["E"].value == pytest.approx(TRUTH.constant, rel=0.1)
     assert fit.predict([LARGE])[0].value == pytest.approx(TRUTH.loss(LARGE.parameters, LARGE.tokens), rel=0.01)
 
@@ -49,12 +47,12 @@ def test_an_outlier_weighs_little() -> None:
 def test_the_minimum_is_that_of_lbfgs() -> None:
     """An independent way: torch's L-BFGS in float64 from a part of the grid, by automatic derivatives."""
     points = made.ladder(TRUTH, noise=0.004, seed=3)
-    form = form_of(points)
+    form = fitting.form_of(points)
     design, logs = form.design([point.size for point in points]), np.log([point.figures["loss"] for point in points])
     curve = form.curve(design, logs)
-    fit = fit_law(points, "loss", Settings(samples=1), NEEDED_SIZES)
-    own = float(huber(curve.at(fit.parameters[None]).values - logs, fit.delta)[0])
-    best = min(lbfgs(start, design, logs, fit.delta) for start in starts_of(form, logs)[::110])
+    fit = fitting.fit_law(points, "loss", fitting.Settings(samples=1), fitting.NEEDED_SIZES)
+    own = float(fitting.huber(curve.at(fit.parameters[None]).values - logs, fit.delta)[0])
+    best = min(lbfgs(start, design, logs, fit.delta) for start in fitting.starts_of(form, logs)[::110])
     assert own <= best * (1 + 1e-6)
 
 
@@ -79,20 +77,20 @@ def lbfgs(start: np.ndarray, design: np.ndarray, logs: np.ndarray, delta: float)
 
 def test_no_step_makes_hubers_loss_larger() -> None:
     points = made.ladder(TRUTH, noise=0.01)
-    form = form_of(points)
+    form = fitting.form_of(points)
     logs = np.log([point.figures["loss"] for point in points])
-    curve: LawCurve = form.curve(form.design([point.size for point in points]), logs)
-    starts, before = starts_of(form, logs), np.inf
+    curve: fitting.LawCurve = form.curve(form.design([point.size for point in points]), logs)
+    starts, before = fitting.starts_of(form, logs), np.inf
     for steps in (0, 3, 10, 40):
-        now = fit_curves(curve, logs, starts, 1e-3, steps).loss
+        now = fitting.fit_curves(curve, logs, starts, 1e-3, steps).loss
         assert (now <= before).all()
         before = now
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
     points = made.ladder(TRUTH, noise=0.004)
-    first, again = (fit_law(points, "loss", FEW, NEEDED_SIZES) for _ in range(2))
-    other = fit_law(points, "loss", replace(FEW, seed=1), NEEDED_SIZES)
+    first, again = (fitting.fit_law(points, "loss", FEW, fitting.NEEDED_SIZES) for _ in range(2))
+    other = fitting.fit_law(points, "loss", replace(FEW, seed=1), fitting.NEEDED_SIZES)
     assert first.predict([LARGE]) == again.predict([LARGE])
     assert (first.samples == again.samples).all()
     assert first.predict([LARGE])[0].value == other.predict([LARGE])[0].value
@@ -101,8 +99,8 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 def test_published_points_on_a_line_identify_no_term_of_tokens() -> None:
     points = [point for point in read_points(made.CEREBRAS) if point.rung != "13B"]
-    fit = fit_law(points, "loss", Settings(samples=100), NEEDED_SIZES)
-    found = {one.name: one for one in parameters_of(fit)}
+    fit = fitting.fit_law(points, "loss", fitting.Settings(samples=100), fitting.NEEDED_SIZES)
+    found = {one.name: one for one in fitting.parameters_of(fit)}
     assert {name: one.why for name, one in found.items() if name in "Bb"} == dict.fromkeys(
         "Bb", "every point has 20.1 tokens per parameter"
     )
@@ -113,8 +111,8 @@ def test_published_points_on_a_line_identify_no_term_of_tokens() -> None:
 
 def test_an_exponent_is_not_invented_where_a_term_is_lost_in_noise() -> None:
     flat = made.Truth(2.5, 482.01, 1e-3, 0.3478, 0.3658)
-    fit = fit_law(made.ladder(flat, noise=0.003), "loss", FEW, NEEDED_SIZES)
-    found = {one.name: one for one in parameters_of(fit)}
+    fit = fitting.fit_law(made.ladder(flat, noise=0.003), "loss", FEW, fitting.NEEDED_SIZES)
+    found = {one.name: one for one in fitting.parameters_of(fit)}
     assert found["a"].why == ""
     assert "exponent" in found["b"].why
     assert found["B"].why == found["b"].why
@@ -125,13 +123,13 @@ def test_a_constant_is_not_invented_where_the_loss_falls_by_one_power() -> None:
         Point(str(size), size, 20 * size * m, {"loss": 60 * size**-0.12 * m**-0.08 * math.exp(0.002 * (-1) ** i)})
         for size in made.SIZES for i, m in enumerate(made.MULTIPLES)
     ]  # fmt: skip
-    found = {one.name: one for one in parameters_of(fit_law(points, "loss", FEW, NEEDED_SIZES))}
+    found = {one.name: one for one in fitting.parameters_of(fitting.fit_law(points, "loss", FEW, fitting.NEEDED_SIZES))}
     assert found["E"].why.startswith("any E from 0 to ")
 
 
 def test_intervals_widen_with_noise_and_distance() -> None:
     def width(noise: float, size: Size) -> float:
-        value = fit_law(made.ladder(TRUTH, noise=noise), "loss", FEW, NEEDED_SIZES).predict([size])[0]
+        value = fitting.fit_law(made.ladder(TRUTH, noise=noise), "loss", FEW, fitting.NEEDED_SIZES).predict([size])[0]
         return value.high - value.low
 
     near = Size(1.3e9, 26e9)

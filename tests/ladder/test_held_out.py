@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.ladder import made
-from tuner.ladder.fit import Estimate, Settings, fit_law
-from tuner.ladder.held_out import LadderHeldOut, fit_widened, widening
-from tuner.ladder.law import NEEDED_SIZES
+from tuner.ladder.fit import NEEDED_SIZES, Estimate, Settings, fit_law
+from tuner.ladder.forecast import LadderHeldOut, fit_widened, widening
 from tuner.ladder.points import Size
 
 FEW = Settings(samples=40)

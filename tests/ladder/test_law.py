@@ -5,7 +5,7 @@ import pytest
 
 from tests.ladder import made
 from tuner.errors import DataError
-from tuner.ladder.law import form_of
+from tuner.ladder.fit import form_of
 from tuner.ladder.points import Point, Size
 
 TRUTH = made.Truth()

@@ -15,7 +15,7 @@ from tuner.model.adapter import LoraSpec
 from tuner.model.blocks import _policy, apply_recompute, spread
 from tuner.model.root import CausalLM
 from tuner.model.wrap import Wrapper, wrappers_of
-from tuner.profile.blocks import memory_record
+from tuner.profile.recorder import memory_record
 
 LEVELS: tuple[Literal["selective", "full"], ...] = ("selective", "full")
 

@@ -10,7 +10,7 @@ from tests.profile.test_predict import predicted, wish
 from tuner.model import tiles
 from tuner.model.quantize import product
 from tuner.model.quantize.rows import fill
-from tuner.profile import fakes
+from tuner.profile import tracing
 from tuner.profile.prediction import Prediction
 
 LORA: dict[str, Any] = {"adapter": {"kind": "lora"}}
@@ -45,7 +45,7 @@ def test_a_few_tiles_need_what_all_of_them_need(
     given = {"model": {"init": "random", "config": config}, "data": {"max_length": length}, "train": train, **sections}
     recipe = wish(tmp_path, **given)
     few = predicted(recipe, device)
-    monkeypatch.setattr(fakes, "TILES", TILES)
+    monkeypatch.setattr(tracing, "TILES", TILES)
     every = predicted(recipe, device)
     assert len(every.memory.moments) > len(few.memory.moments)
     assert tensors(few) == tensors(every) and few.peak_bytes == every.peak_bytes
@@ -63,7 +63,7 @@ def test_a_few_tiles_of_a_quantised_weight_need_what_all_of_them_need(
     monkeypatch.setattr(product, "fill", lambda *given: made.update([given[0].device.type]) or fill(*given))
     recipe = wish(tmp_path, model=model, train={"precision": "bf16"}, **LORA)
     few, those = predicted(recipe, device), made.total()
-    monkeypatch.setattr(fakes, "TILES", TILES)
+    monkeypatch.setattr(tracing, "TILES", TILES)
     every = predicted(recipe, device)
     assert made.total() - those > those > 0
     assert few.memory == every.memory and few.time == every.time

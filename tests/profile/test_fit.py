@@ -14,7 +14,7 @@ from tests.fixtures.commands import tuner
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import foreseen, predicted, wish
 from tuner.errors import MemoryLimitError
-from tuner.profile import kept
+from tuner.profile import fit as fitting
 from tuner.profile.devices import find_device
 from tuner.profile.fit import fit
 from tuner.profile.predict import Target
@@ -100,17 +100,18 @@ def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
 
 def test_an_answer_is_kept_for_the_same_question_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wished, target = wish(tmp_path), Target(find_device("h100-80g"), RankInfo(), 1 << 34)
-    key = kept.key_of(wished, target)
-    answer = kept.KeptAnswer([["", "peak"]], "--train.micro_batch_size 2", {"verdict": "fits"}, [], {MICRO: 2}, 3, 1.5)
-    assert kept.known(key, wished) is None
-    kept.keep(key, wished, answer)
-    assert kept.known(key, wished) == answer
-    assert kept.key_of(wished.model_copy(update={"name": "other"}), target) == key
-    monkeypatch.setattr(kept, "source_hash", lambda parts: "other")
-    others = [kept.key_of(wished, target)]
+    key = fitting.key_of(wished, target)
+    flags = "--train.micro_batch_size 2"
+    answer = fitting.KeptAnswer([["", "peak"]], flags, {"verdict": "fits"}, [], {MICRO: 2}, 3, 1.5)
+    assert fitting.known(key, wished) is None
+    fitting.keep(key, wished, answer)
+    assert fitting.known(key, wished) == answer
+    assert fitting.key_of(wished.model_copy(update={"name": "other"}), target) == key
+    monkeypatch.setattr(fitting, "source_hash", lambda parts: "other")
+    others = [fitting.key_of(wished, target)]
     monkeypatch.undo()
-    others += [kept.key_of(changed(wished, {"data.max_length": 128}), target)]
-    others += [kept.key_of(wished, replace(target, limit_bytes=1 << 33))]
+    others += [fitting.key_of(changed(wished, {"data.max_length": 128}), target)]
+    others += [fitting.key_of(wished, replace(target, limit_bytes=1 << 33))]
     assert key not in others and len(set(others)) == 3
 
 

@@ -12,9 +12,8 @@ from torch.nn.attention import varlen
 from tests.fixtures.predict_cases import BF16, Case
 from tests.fixtures.predict_counted import resolved_case
 from tuner.profile import kernels
-from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.kernels import grouped_product, keeps_number, scratch_bytes
-from tuner.profile.tracing import trace_step
+from tuner.profile.tracing import cuda_stand_in, trace_step
 
 assert varlen is not None  # imported for the operations that it registers
 MM = torch.ops.aten.mm.default

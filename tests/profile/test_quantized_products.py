@@ -10,7 +10,7 @@ from tuner.model.quantize import product
 from tuner.model.quantize.codes import Kind, code_columns, code_type
 from tuner.model.quantize.product import quantized_linear, tiles
 from tuner.profile.allocations import AllocationTracker
-from tuner.profile.fakes import cuda_stand_in, quiet_kernels
+from tuner.profile.tracing import cuda_stand_in, quiet_kernels
 
 ROWS, OUT, COLUMNS, TILE = 96, 640, 512, 1 << 18
 

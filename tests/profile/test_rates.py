@@ -8,21 +8,10 @@ from transformers import Qwen3Config
 
 from tuner.config.load import load_recipe
 from tuner.model.flops import FROZEN, TRAINED, Product
-from tuner.profile.devices import find_device, is_verified
+from tuner.profile import devices
+from tuner.profile.devices import DeviceRates, MeasuredStep, find_device, is_verified, rates_of, stated_error, steps_of
 from tuner.profile.predict import Target, predict_by_layers
 from tuner.profile.prediction import Prediction
-from tuner.profile.rates import (
-    IN_KERNEL,
-    DeviceRates,
-    MeasuredStep,
-    measured,
-    rates_of,
-    seconds_of_attention,
-    seconds_of_products,
-    seconds_of_weights,
-    stated_error,
-    steps_of,
-)
 from tuner.runtime.dist import RankInfo
 
 H200 = "NVIDIA H200"
@@ -82,7 +71,7 @@ def test_steps_are_predicted_as_the_table_says_and_within_a_tenth(step: Measured
 def test_the_stated_error_is_the_measured_one_of_a_device() -> None:
     assert stated_error(H200) == 0.03 and stated_error("NVIDIA A10") is None
     assert is_verified("cuda", "NVIDIA H200 SXM") and not is_verified("cuda", "NVIDIA A10")
-    assert rates_of("NVIDIA H200") is measured()[0] and rates_of("NVIDIA H100 SXM") is None
+    assert rates_of("NVIDIA H200") is devices.measured()[0] and rates_of("NVIDIA H100 SXM") is None
 
 
 @pytest.mark.parametrize(
@@ -100,14 +89,14 @@ def test_a_product_has_the_rate_of_the_nearest_shape(inputs: int, outputs: int, 
 def test_attention_has_a_rate_between_those_of_two_lengths() -> None:
     assert RATES.of_attention(512 * 8**0.5) == pytest.approx(1e14 * 2**0.5), "between their logarithms"
     assert (RATES.of_attention(10), RATES.of_attention(10**6)) == (1e14, 2e14)
-    assert seconds_of_attention(RATES, (512, 4096), lambda length: 1e14 * length) == pytest.approx(
-        IN_KERNEL * (512 + 2048)
+    assert RATES.seconds_of_attention((512, 4096), lambda length: 1e14 * length) == pytest.approx(
+        devices.IN_KERNEL * (512 + 2048)
     )
 
 
 def test_seconds_of_products_are_those_of_their_parts() -> None:
     def seconds(product: Product, tokens: float = 8192, trained: float = 100, parts: int = 1) -> float:
-        return seconds_of_products(RATES, [product], tokens, trained, parts)
+        return RATES.seconds_of_products([product], tokens, trained, parts)
 
     plain = Product(1024, 4096, 1, 1.0, TRAINED, is_output=False)
     passes = 3 * 2 * 5120 * 8192 / 4e12
@@ -124,5 +113,5 @@ def test_seconds_of_products_are_those_of_their_parts() -> None:
 
 
 def test_seconds_of_weights_grow_with_the_micro_batches() -> None:
-    once, twice = seconds_of_weights(RATES, 1e9, 1), seconds_of_weights(RATES, 1e9, 2)
+    once, twice = RATES.seconds_of_weights(1e9, 1), RATES.seconds_of_weights(1e9, 2)
     assert (once, twice - once) == (pytest.approx(56 * 1e9 / 4e12), pytest.approx(24 * 1e9 / 4e12))

@@ -8,9 +8,8 @@ import pytest
 from tests.fixtures.predict_cases import LONG, Case
 from tests.fixtures.predict_counted import resolved_case
 from tests.fixtures.predict_traced import predicted
-from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.timeline import memory_timeline, parts_of
-from tuner.profile.tracing import StepTrace, trace_step
+from tuner.profile.tracing import StepTrace, cuda_stand_in, trace_step
 from tuner.runtime.device import target
 
 

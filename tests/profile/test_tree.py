@@ -16,11 +16,10 @@ from tuner.errors import RecipeError
 from tuner.profile import search
 from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, fit
-from tuner.profile.options import lines_to_write, tradeoffs_of
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Prediction, TimeEstimate
 from tuner.profile.report import choices_table, flags
-from tuner.profile.search import Dimension, Tree, Trials
+from tuner.profile.search import Dimension, Tree, Trials, lines_to_write, tradeoffs_of
 from tuner.profile.traffic import Traffic
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import rows_at_once

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tuner.prove.trace import ModuleTrace, first_place, traced, write_trace
+from tuner.prove.compare import ModuleTrace, first_place, traced, write_trace
 from tuner.runtime import phase
 
 LENGTHS = (5, 4, 7, 3)

@@ -6,21 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    DeepseekV3Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
@@ -31,18 +19,19 @@ from tuner.prove.twin import LONGEST, MOST_LAYERS, RATE, WINDOW, kept, make_twin
 
 MOST_PARAMETERS = 2_000_000
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 1e4}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(num_key_value_heads=8, vocab_size=128_256),
-    "smollm2": LlamaConfig(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3),
-    "qwen3": Qwen3Config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True),
-    "gemma3": Gemma3TextConfig(num_key_value_heads=1),
-    "gemma3-images": Gemma3Config(),
-    "phi": PhiConfig(),
-    "phi3": Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096),
-    "gpt2": GPT2Config(),
-    "qwen3-moe": Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, mlp_only_layers=[3]),
-    "mixtral": MixtralConfig(),
-    "deepseek": DeepseekV3Config(),
+LLAMA, QWEN3 = transformers.LlamaConfig, transformers.Qwen3Config
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama": LLAMA(num_key_value_heads=8, vocab_size=128_256),
+    "smollm2": LLAMA(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3),
+    "qwen3": QWEN3(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True),
+    "gemma3": transformers.Gemma3TextConfig(num_key_value_heads=1),
+    "gemma3-images": transformers.Gemma3Config(),
+    "phi": transformers.PhiConfig(),
+    "phi3": transformers.Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096),
+    "gpt2": transformers.GPT2Config(),
+    "qwen3-moe": transformers.Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, mlp_only_layers=[3]),
+    "mixtral": transformers.MixtralConfig(),
+    "deepseek": transformers.DeepseekV3Config(),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from tests.fixtures.cuda_stub import CudaStub, cuda_stub
 from tests.fixtures.tables import cases
 from tuner.model import flash_versions
 from tuner.model.flash_versions import WAY_TO_FLASH_4
-from tuner.setup import machine_cuda
+from tuner.setup import machine_torch
 from tuner.setup.machine_check import Check
 from tuner.setup.machine_torch import _kernels
 
@@ -20,10 +20,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStub]:
     with cuda_stub() as stub:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-        monkeypatch.setattr(machine_cuda, "LOCKED", 1 << 20)
-        monkeypatch.setattr(machine_cuda, "generation", lambda index: 9)
+        monkeypatch.setattr(machine_torch, "LOCKED", 1 << 20)
+        monkeypatch.setattr(machine_torch, "generation", lambda index: 9)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(machine_cuda, "triton_problem", lambda: "there is no C compiler (gcc, clang)")
+        monkeypatch.setattr(machine_torch, "triton_problem", lambda: "there is no C compiler (gcc, clang)")
         yield stub
 
 
@@ -41,7 +41,7 @@ def test_without_a_compiler_kernels_are_missing_and_nothing_is_broken(cuda: Cuda
 
 
 def test_kernels_that_fail_are_no_reason_not_to_train(monkeypatch: pytest.MonkeyPatch, cuda: CudaStub) -> None:
-    monkeypatch.setattr(machine_cuda, "triton_problem", lambda: None)
+    monkeypatch.setattr(machine_torch, "triton_problem", lambda: None)
     kernels = found()["kernels"]  # there is no GPU here
     assert kernels.status == "warning" and kernels.found.startswith("liger fails on the GPU: ")
 
@@ -60,7 +60,7 @@ def test_which_attention_there_is(  # noqa: PLR0917 - a table
     major: int, installed: tuple[str, ...], status: str, shown: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash_versions, "_is_there", lambda module: module in installed)
-    monkeypatch.setattr(machine_cuda, "generation", lambda index: major)
+    monkeypatch.setattr(machine_torch, "generation", lambda index: major)
     check = found()["attention"]
     assert (check.status, check.found, check.fix) == (status, shown, fix)
 

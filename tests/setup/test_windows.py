@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
-from tuner.setup.portions import PortionPlans
-from tuner.setup.timetable import Starts, timetable
+from tuner.setup.timetable import PortionPlans, Starts, timetable
 
 
 def recipe(duration: str = "1 epoch", **more: Any) -> Recipe:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tools import eval_tasks
-from tuner.evals.items import read_items
+from tuner.evals.task import read_items
 
 
 def test_two_of_the_tasks_are_made_without_the_network(tmp_path: Path) -> None:

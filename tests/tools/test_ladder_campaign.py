@@ -9,8 +9,7 @@ import pytest
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tools import ladder_campaign
 from tools.ladder_campaign import documents_of, fell_with_size, kill_points, misjudged, missing
-from tuner.ladder.marks import Mark
-from tuner.ladder.record import LadderRecord, RungRecord
+from tuner.ladder.record import LadderRecord, Mark, RungRecord
 from tuner.ladder.rules import PlannedMark
 
 

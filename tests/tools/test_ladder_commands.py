@@ -15,9 +15,8 @@ from tools.ladder_campaign import campaign
 from tools.tables import beside
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
-from tuner.ladder.marks import read_marks
 from tuner.ladder.points import points_of
-from tuner.ladder.record import LADDER, read_ladder
+from tuner.ladder.record import LADDER, read_ladder, read_marks
 
 MARKS = [(1.0, "pre-decay", 4), (1.0, "post-decay", 6), (2.0, "pre-decay", 10), (2.0, "post-decay", 12)]
 

@@ -20,9 +20,8 @@ from tuner.model.blocks import compile_blocks
 from tuner.model.documents import Padding
 from tuner.parallel import assemble
 from tuner.profile.allocations import AllocationTracker
-from tuner.profile.devices import find_device
+from tuner.profile.devices import find_device, steps_of
 from tuner.profile.predict import Target, predict
-from tuner.profile.rates import steps_of
 from tuner.runtime import torch_private
 from tuner.runtime.device import compiler_problem
 from tuner.runtime.dist import RankInfo

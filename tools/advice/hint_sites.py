@@ -20,7 +20,7 @@ HOLE = "\N{SECTION SIGN}"
 """What stands in a text for a value that is put in."""
 FOLLOWED_ELSEWHERE = (
     "config/advice.py", "config/conversion.py", "config/imported.py", "config/not_supported.py", "config/other_",
-    "data/reading/proposals.py", "cli/layout.py",
+    "data/reading/proposals.py", "cli/app.py",
 )  # fmt: skip
 """Files whose proposals are followed by the other parts, by the beginnings of their names."""
 _WRITE = re.compile(r"(?<!cannot )\b(?:write|set) (?!a commented\b|out\b|HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")

@@ -15,7 +15,7 @@ from tuner.model.documents import Documents
 from tuner.model.flash_versions import USUAL, Heads, Version, one_pass, random_inputs, used, versions_for
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import OutputLayer
-from tuner.profile import rates as table
+from tuner.profile import devices as table
 from tuner.runtime.device import generation
 
 TOKENS = 8192

@@ -14,13 +14,11 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from tuner.errors import DataError, RecipeError
-from tuner.export.frozen import published_tensors
 from tuner.export.outputs import ExportedValues, Trained
-from tuner.export.shards import Output
 from tuner.export.source import ExportSource
-from tuner.export.tensors import OpenFiles
+from tuner.export.tensors import OpenFiles, Output
 from tuner.export.verify import not_published
-from tuner.export.weights import read_config, some
+from tuner.export.weights import published_tensors, read_config, some
 from tuner.export.write import CONFIG, write_config
 from tuner.model.build import decoder_of, head_layer, meta_model
 from tuner.model.multimodal import text_key, untouched

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from tuner.export import verify
-from tuner.export.answers import answers_of, divergence
 from tuner.export.outputs import ExportedValues, Trained
 from tuner.export.plan import ExportPlan
 from tuner.export.quantized import published_codes
 from tuner.export.tensors import OpenFiles
+from tuner.export.verify import answers_of, divergence
 from tuner.export.weights import DTYPES, plain_model, read_config
 from tuner.model.attention import withdrawn
 

@@ -22,9 +22,7 @@ from transformers import PreTrainedModel
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError
 from tuner.export import verify
-from tuner.export.answers import KEPT, Answers, Kept, answers_of, kept, uniform
 from tuner.export.form import Form
-from tuner.export.frozen import Frozen
 from tuner.export.merges import Merge
 from tuner.export.outputs import Trained, in_peft, names_in_peft
 from tuner.export.padding import VocabularyPadding, require_batches
@@ -32,8 +30,8 @@ from tuner.export.plan import ExportPlan
 from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles, held_tensor
-from tuner.export.verify import not_published
-from tuner.export.weights import DTYPES, exact_names, load_trained, plain_base, some, trainable_spec_of
+from tuner.export.verify import KEPT, Answers, Kept, answers_of, kept, not_published, uniform
+from tuner.export.weights import DTYPES, Frozen, exact_names, load_trained, plain_base, some, trainable_spec_of
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn

@@ -11,10 +11,8 @@ from pydantic_core import to_jsonable_python
 
 from tuner.ladder import score
 from tuner.ladder.charts import Chart, Series, chart
-from tuner.ladder.fit import Estimate, LawFit, Parameter, parameters_of
-from tuner.ladder.forecast import Forecast
-from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.law import LawForm
+from tuner.ladder.fit import Estimate, LawFit, LawForm, Parameter, parameters_of
+from tuner.ladder.forecast import Forecast, LadderHeldOut
 from tuner.ladder.points import Along, Axis, Point, Size, by_rung, short
 from tuner.ladder.score import ScoreFit
 from tuner.rundir.page import filled, require_own

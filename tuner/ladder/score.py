@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tuner.errors import DataError, RecipeError
-from tuner.ladder.fit import Estimate, Noise, Parameter, Settings, best_fit, bootstrap
+from tuner.ladder.fit import CurveFamily, CurveValues, Estimate, Floats, Noise, Parameter, Settings, best_fit, bootstrap
 from tuner.ladder.points import Point, require_figure, with_figure
-from tuner.ladder.robust import CurveFamily, CurveValues, Floats
 
 NAMES = ("middle", "k", "floor", "ceiling")
 NEEDED = 6

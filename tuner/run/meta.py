@@ -14,9 +14,9 @@ from tuner.rundir.layout import TOKENIZER
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_errors, regular_size, sha256_file
 from tuner.setup.build import Assembly
+from tuner.setup.model import WeightFacts
 from tuner.setup.resolve import class_facts, manifest_facts, quantizer_facts
 from tuner.setup.specs import assembly_spec
-from tuner.setup.weight_facts import WeightFacts
 
 GIVEN = "init_from"
 """Of a checkpoint's facts: what `model.init_from` gave the run when it began."""

@@ -15,9 +15,8 @@ from tuner.rundir.versions import TakenVersion, TakenVersions, read_teachers, wr
 from tuner.runtime.console import Console
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
-from tuner.setup.model import assemble_teacher
+from tuner.setup.model import WeightFacts, assemble_teacher
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
-from tuner.setup.weight_facts import WeightFacts
 from tuner.train.plan import cadence
 from tuner.train.progress import Progress
 

@@ -25,13 +25,12 @@ from tuner.runtime.device import measured_peak, target
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.runtime.warned import pass_on
-from tuner.setup.model import assemble_model, assemble_teacher, teacher_in_memory
+from tuner.setup.model import WeightFacts, assemble_model, assemble_teacher, teacher_in_memory
 from tuner.setup.probes import probed_rows, probes_of
 from tuner.setup.resolve import Resolved, check_division, check_fits, rerouted
 from tuner.setup.settled import rows_at_once
 from tuner.setup.specs import mesh_of
 from tuner.setup.timetable import Starts, Timetable, timetable
-from tuner.setup.weight_facts import WeightFacts
 from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard, GuardLimits
 from tuner.train.methods.method import build_method, check_logits

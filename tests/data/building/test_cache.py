@@ -25,7 +25,7 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.generate import base_record
-from tuner.profile.kept import KEPT
+from tuner.profile.fit import KEPT
 from tuner.run.settle import CHOICES
 from tuner.runtime.console import Console, Level
 from tuner.runtime.lock import FileLock

@@ -7,9 +7,8 @@ from typing import Literal
 
 from tuner.cli.command import Outcome
 from tuner.errors import DataError
-from tuner.export.hf import run_export
+from tuner.export.hf import ExportReport, run_export
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
-from tuner.export.report import ExportReport
 from tuner.export.source import Weights
 from tuner.generate import base_record
 from tuner.rundir.exports import LINEAGE

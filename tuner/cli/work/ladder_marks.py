@@ -13,11 +13,9 @@ from tuner.errors import RecipeError
 from tuner.ladder import score
 from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of
 from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, shown_parameter, write_fit_page
-from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
-from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
+from tuner.ladder.forecast import Forecast, ForecastQuestion, LadderHeldOut, forecast
 from tuner.ladder.points import Point, Size, by_rung, count_in, points_of, read_points, short
-from tuner.ladder.record import LadderRecord, read_ladders
+from tuner.ladder.record import LadderRecord, marks_csv, places, read_ladders, read_marks, statuses, with_prefix
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 

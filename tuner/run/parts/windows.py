@@ -14,9 +14,8 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import Assembly
-from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import Resolved
-from tuner.setup.timetable import Starts, Timetable
+from tuner.setup.timetable import PortionPlans, Starts, Timetable
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 from tuner.train.tasks import Task

@@ -17,8 +17,8 @@ from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, any_rank, gloo_group
-from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import recipe_again
+from tuner.setup.timetable import PortionPlans
 from tuner.train.tasks import Event, Request, TakenStep, Task
 
 LOOK_S = 1.0

@@ -10,8 +10,8 @@ from tuner.errors import DataError
 from tuner.run.windows.preparation import prepared_window
 from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
 from tuner.setup.build import Assembly, held_out_rows
-from tuner.setup.portions import PortionPlans
 from tuner.setup.probes import probes_of
+from tuner.setup.timetable import PortionPlans
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
 
