@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, first_line
-from tuner.export.quantized import base_of_kind
 from tuner.export.source import ExportSource, resolve
-from tuner.export.weights import DTYPES, load_trained
+from tuner.export.weights import DTYPES, base_of_kind, load_trained
 from tuner.export.write import ends_of, load_tokenizer, quiet
 from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings

@@ -1,10 +1,13 @@
 """What grows when nobody looks: lines of code, lazy imports, patched layers, recipes read below their resolution.
 
 Each number is today's: it falls with the code, and rises only where a change weighs what it adds and says so here.
+Training stays readable: short functions, small classes, a loop on one screen that knows no method. What tests share is
+in `tests/fixtures` or a helper next to them: never a tool, outside the tests of tools.
 """
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
@@ -111,3 +114,69 @@ def test_below_where_a_recipe_is_resolved_nobody_reads_it() -> None:
     assert (found, fields) == (["recipe_again"], ["recipe"]), "who hands it on, and `Resolved` that has it"
     again = {name for name, of in text.items() if "recipe_again" in of}
     assert again == {"tuner.setup.resolve", "tuner.run.begin", "tuner.profile.watch", "tuner.run.tasks.windows"}
+
+
+PARTS = ("tuner.train.", "tuner.setup.", "tuner.run.")
+MOST_LINES = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
+SCREEN_LINES = 45
+
+
+def length(node: ast.stmt) -> int:
+    """Lines of a definition."""
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def too_long(tree: ast.AST) -> dict[str, int]:
+    """Name and length in lines of every definition that is longer than it may be."""
+    found = [(node.name, length(node), most) for kind, most in MOST_LINES.items() for node in nodes(tree, kind)]
+    return {name: lines for name, lines, most in found if lines > most}
+
+
+def test_functions_and_classes_are_short() -> None:
+    looked_at = {name: tree for name, tree in trees().items() if f"{name}.".startswith(PARTS)}
+    assert len(looked_at) > 100
+    assert {name: found for name, tree in looked_at.items() if (found := too_long(tree))} == {}
+
+
+def test_the_loop_is_one_screen_without_method_or_rank() -> None:
+    loop = next(node for node in nodes(trees()["tuner.train.loop"], ast.FunctionDef) if node.name == "train_loop")
+    assert length(loop) <= SCREEN_LINES
+    asked = [name for node in ast.walk(loop) if isinstance(node, ast.If) for name in ast.walk(node.test)]
+    names = {node.attr for node in asked if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in asked if isinstance(node, ast.Name)}
+    assert not names & {"method", "kind", "rank", "is_main", "world_size"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A reader who searches for a class finds one."""
+    names = [node.name for tree in trees().values() for node in nodes(tree, ast.ClassDef)]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def imported(text: str) -> set[str]:
+    """The modules that a text imports."""
+    tree = ast.parse(text)
+    plain = {alias.name for node in nodes(tree, ast.Import) for alias in node.names}
+    return plain | {node.module for node in nodes(tree, ast.ImportFrom) if node.module}
+
+
+def importing(name: str, paths: Iterable[Path]) -> list[Path]:
+    """The files that import a module or one in it; read as Python is what has its name in it."""
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    named = {path: imported(text) for path, text in texts.items() if name in text}
+    return [path for path, found in named.items() if any(f"{module}.".startswith(f"{name}.") for module in found)]
+
+
+def test_tools_are_no_fixtures() -> None:
+    modules = [path for path in TESTS.rglob("test_*.py") if TESTS / "tools" not in path.parents]
+    assert len(modules) > 100
+    assert importing("tools", modules) == []
+    assert importing("tools", (TESTS / "tools").glob("test_m*.py"))
+
+
+def test_whole_launches_come_from_the_fixtures() -> None:
+    assert importing("tests.run.test_run", TESTS.rglob("*.py")) == []

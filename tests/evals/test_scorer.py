@@ -11,9 +11,8 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 from tuner.evals.figures import figures_of
-from tuner.evals.requests import Asker, ScoreRequest
 from tuner.evals.scorer import Scorer, _documents, _rows, before_stops
-from tuner.evals.task import ItemsTask, items_of
+from tuner.evals.task import Asker, ItemsTask, ScoreRequest, items_of
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.train.step import StepConfig

@@ -1,4 +1,7 @@
-"""Exports of adapters on routed experts: merged into files of each expert or of all, and kept as peft loads them."""
+"""Exports of adapters on routed experts: merged into files of each expert or of all, and kept as peft loads them.
+
+Mixtures with shared experts, dense layers and biases of routers; what the campaign does for more of them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +10,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config
 
-from tests.export.mixtures import trained_model, write_mixture
-from tests.export.runs import PROMPTS, write_run
+from tests.export.mixtures import round_trip, trained_model, write_mixture
+from tests.export.runs import PROMPTS, without_the_base_in_memory, write_run
 from tests.model.tiny import SHAPE, family_config
 from tuner.api.exports import export_hf
 from tuner.errors import RecipeError
@@ -80,3 +83,13 @@ def test_the_model_of_a_run_is_loaded_with_them_and_others_do_not_begin_with_it(
     with pytest.raises(RecipeError, match="its adapter is one of routed experts, too") as caught:
         open_source(directory, hashes=False)
     assert "tuner export-hf" in (caught.value.hint or "")
+
+
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+HEADS = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+
+
+def test_each_expert_comes_back_as_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_the_base_in_memory(monkeypatch)
+    shape = SHAPE | EXPERTS | HEADS | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+    assert round_trip(DeepseekV3Config(**shape), tmp_path, per_expert=True)["full-fp32"] == 4 * 3

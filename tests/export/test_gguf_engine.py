@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.export.gguf_models import VOCAB, keys_of, write_model, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.evals.requests import Asker, ScoreRequest
+from tuner.evals.task import Asker, ScoreRequest
 from tuner.generate import Answer, Prompt, Sampling
 
 for needed in ("gguf", "xllamacpp"):

@@ -33,6 +33,7 @@ for needed in ("gguf", "xllamacpp"):
 import gguf  # noqa: E402
 
 from tuner.export.gguf import export, file, lora, modelfile  # noqa: E402
+from tuner.export.gguf.tables import table  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
@@ -50,7 +51,7 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_which_tensor_has_which_type_is_llama_quantizes_choice() -> None:
     cases = YAML(typ="safe").load(Path(__file__).with_name("gguf_mixes.yaml"))
     codes = {"iq4_nl": "n", "iq4_xs": "x"} | {f"q{bits}_k": str(bits) for bits in range(2, 7)}
-    assert {kind for case in cases for kind in case["types"]} == set(file.mixes())
+    assert {kind for case in cases for kind in case["types"]} == set(table("mixes"))
     for case in cases:
         for kind, wanted in case["types"].items():
             found = file.mixed(*_model(case["layers"], case["gqa"], case["head"]), kind)
@@ -240,11 +241,11 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("name", modelfile.templates())
+@pytest.mark.parametrize("name", table("ollama"))
 def test_a_template_in_go_renders_as_the_trained_one(name: str) -> None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     template = ChatTemplate(template_source(name), tokens)
-    found = modelfile.templates()[name].replace("BOS", "<s>").replace("EOS", "</s>")
+    found = table("ollama")[name].replace("BOS", "<s>").replace("EOS", "</s>")
     for chat in CHATS:
         assert rendered(found, chat) == template.render(chat, add_generation_prompt=True)
 

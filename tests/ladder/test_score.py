@@ -8,8 +8,8 @@ import pytest
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Settings
+from tuner.ladder.forecast import Sigmoid, fit_score, sigmoid_parameters
 from tuner.ladder.points import Point
-from tuner.ladder.score import Sigmoid, fit_score, parameters_of
 
 FEW = Settings(samples=100)
 TRUTH = made.Truth()
@@ -22,7 +22,7 @@ def test_derivatives_are_those_of_differences() -> None:
 
 def test_a_known_sigmoid_comes_back() -> None:
     fit = fit_score(made.with_scores(POINTS), "loss", "task/acc", FEW, None)
-    found = {one.name: one.value.value for one in parameters_of(fit)}
+    found = {one.name: one.value.value for one in sigmoid_parameters(fit)}
     assert [found[name] for name in ("middle", "k", "floor", "ceiling")] == pytest.approx(
         [2.6, 5, 0.25, 0.95], rel=0.01
     )
@@ -44,7 +44,7 @@ def test_points_before_the_decay_count() -> None:
 
 def test_a_ceiling_that_no_point_comes_near_is_not_identified() -> None:
     worse = [point for point in made.with_scores(POINTS, noise=0.001) if point.figures["loss"] > 2.75]
-    found = {one.name: one for one in parameters_of(fit_score(worse, "loss", "task/acc", FEW, 0.25))}
+    found = {one.name: one for one in sigmoid_parameters(fit_score(worse, "loss", "task/acc", FEW, 0.25))}
     assert found["ceiling"].why == found["middle"].why == "no point is past the middle of the sigmoid"
 
 

@@ -1,5 +1,9 @@
-"""A timeline adds up, names its parts, and is the same whether it is looked at by module or in all."""
+"""A timeline adds up, names its parts, and is the same whether it is looked at by module or in all.
 
+The replayed allocator is held against torch's rules by hand.
+"""
+
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +12,7 @@ import pytest
 from tests.fixtures.predict_cases import LONG, Case
 from tests.fixtures.predict_counted import resolved_case
 from tests.fixtures.predict_traced import predicted
-from tuner.profile.timeline import memory_timeline, parts_of
+from tuner.profile.timeline import CachingAllocator, ExpandableAllocator, expands_segments, memory_timeline, parts_of
 from tuner.profile.tracing import StepTrace, cuda_stand_in, trace_step
 from tuner.runtime.device import target
 
@@ -83,3 +87,101 @@ def test_the_logits_of_a_gpu_are_bounded_by_its_memory(tmp_path: Path) -> None:
     row = 4 * 128  # bytes of the logits of 97 tokens, filled up
     assert largest(80 << 30) == len(step.micro[0].trained_positions) * row
     assert largest(64 * 128 * 30) == 30 * row  # chunks of thirty positions
+
+
+MIB = 1 << 20
+
+
+def test_sizes_are_rounded_and_segments_are_as_torch_makes_them() -> None:
+    for size, held in ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB + 1, 12)):
+        allocator = CachingAllocator()
+        block = allocator.allocate(size)
+        assert allocator.held == held * MIB, size
+        assert block.size >= size and block.size % 512 == 0
+
+
+def test_a_segment_is_split_and_made_one_again() -> None:
+    allocator = CachingAllocator()
+    first, second = allocator.allocate(3 * MIB), allocator.allocate(4 * MIB)
+    assert (first.segment, second.start, allocator.held) == (second.segment, 3 * MIB, 20 * MIB)
+    allocator.free(first)
+    assert allocator.held == 20 * MIB
+    allocator.free(second)
+    assert allocator.held == 0
+    again = allocator.allocate(8 * MIB)
+    assert (again.segment, again.start, allocator.held) == (first.segment, 0, 20 * MIB)
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken_whole_where_little_is_left() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (30, 12, 20)]
+    for block in blocks:
+        allocator.free(block)
+    taken = allocator.allocate(11 * MIB)
+    assert (taken.segment, taken.size) == (blocks[1].segment, 12 * MIB)
+    assert allocator.allocate(13 * MIB).segment == blocks[2].segment
+
+
+def test_an_expandable_segment_grows_at_its_end_by_pages() -> None:
+    for size, held in ((1, 2), (MIB, 2), (MIB + 1, 20), (11 * MIB + 1, 20), (20 * MIB, 20), (41 * MIB, 60)):
+        allocator = ExpandableAllocator()
+        assert allocator.allocate(size).start == 0 and allocator.held == held * MIB, size
+    allocator = ExpandableAllocator()
+    first, second = allocator.allocate(15 * MIB), allocator.allocate(15 * MIB)
+    assert (second.start, allocator.held) == (15 * MIB, 40 * MIB)  # over the end of a page
+    third = allocator.allocate(512 * 1024)
+    assert third.segment != first.segment and allocator.held == 42 * MIB
+    allocator.free(first)
+    assert allocator.held == 42 * MIB  # the page has some of the second
+    grown = allocator.allocate(16 * MIB)
+    assert (grown.start, allocator.held) == (30 * MIB, 62 * MIB)  # the gap is too small: the end grows
+    allocator.free(second)
+    assert allocator.allocate(30 * MIB).start == 0
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
+    allocator = ExpandableAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (8, 2, 6)]  # four are left at the end of the page
+    allocator.free(blocks[0])
+    taken = allocator.allocate(3 * MIB)
+    assert (taken.start, taken.size) == (0, 3 * MIB)  # though the last four fit it better
+    assert allocator.allocate(6 * MIB).start == 16 * MIB and allocator.held == 40 * MIB
+
+
+def test_pages_without_a_block_are_not_held() -> None:
+    allocator = ExpandableAllocator()
+    large, small = allocator.allocate(100 * MIB), allocator.allocate(2 * MIB)
+    assert allocator.held == 120 * MIB
+    allocator.free(large)
+    assert allocator.held == 20 * MIB
+    allocator.free(small)
+    assert allocator.held == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expands"),
+    [
+        ({}, True), ({"PYTORCH_ALLOC_CONF": ""}, True), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,backend:native"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)  # fmt: skip
+def test_what_is_set_for_the_allocator_is_honoured(settings: dict[str, str], expands: bool) -> None:
+    assert expands_segments(settings) is expands
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_nothing_is_lost_over_many_turns(kind: type[CachingAllocator | ExpandableAllocator]) -> None:
+    generator, allocator = random.Random(0), kind()
+    living = []
+    for _ in range(3000):
+        if living and generator.random() < 0.5:
+            allocator.free(living.pop(generator.randrange(len(living))))
+        else:
+            living.append(allocator.allocate(generator.choice((100, 5000, 700_000, 3 * MIB, 17 * MIB))))
+        assert sum(block.size for block in living) <= allocator.held
+        places = sorted((block.segment, block.start, block.size) for block in living)
+        assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in zip(places, places[1:], strict=False))
+    for block in living:
+        allocator.free(block)
+    assert allocator.held == 0

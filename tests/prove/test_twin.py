@@ -1,9 +1,13 @@
-"""A small model of an architecture keeps what decides about layouts, and every kind of layer."""
+"""A small model of an architecture keeps what decides about layouts, and every kind of layer.
+
+Of its made-up rows every layout computes the same ones, each once.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,11 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.config.load import load_recipe
+from tuner.config.methods import DpoMethod, KtoMethod, PretrainMethod, SftMethod
+from tuner.config.methods import Method as MethodSection
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, meta_model
+from tuner.parallel.mesh import Mesh
 from tuner.prove.layouts import parse
 from tuner.prove.prove import refused
-from tuner.prove.twin import LONGEST, MOST_LAYERS, RATE, WINDOW, kept, make_twin, shrunk
+from tuner.prove.training import STEPS_APART, ProofRows
+from tuner.prove.twin import LONGEST, MOST_LAYERS, RATE, ROWS, WINDOW, kept, make_twin, shrunk
+from tuner.train.methods.method import build_method
 
 MOST_PARAMETERS = 2_000_000
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 1e4}
@@ -127,3 +136,40 @@ def test_rules_of_the_recipe_hold_where_the_small_model_leaves_out_what_they_loo
     assert (
         proof is not None and proof.verdict == "refused" and "compiled layers cannot be looked into" in str(proof.cause)
     )
+
+
+SECTIONS: list[MethodSection] = [
+    SftMethod(), PretrainMethod(), DpoMethod(kind="dpo", reference="columns"),
+    KtoMethod(kind="kto", reference="columns"),
+]  # fmt: skip
+MESHES = [{"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_processes_have_the_rows_of_one_between_them(
+    section: MethodSection, accumulate: int, axes: dict[str, int]
+) -> None:
+    method = build_method(section)
+    rows = ProofRows(section.examples, 100, accumulate, seed=1)
+    alone = rows.step(0, method, Mesh())
+    seen = []
+    meshes = {(mesh := Mesh(axes, rank)).data_rank: mesh for rank in range(Mesh(axes).size)}
+    for _, mesh in sorted(meshes.items()):
+        step = rows.step(0, method, mesh)
+        assert method.counts(step) == method.counts(alone)
+        assert len(step.micro) == accumulate
+        seen += [batch.input_ids for batch in step.micro]
+    assert np.array_equal(np.concatenate(seen), np.concatenate([batch.input_ids for batch in alone.micro]))
+
+
+def test_rows_are_uneven_and_come_again() -> None:
+    rows, method = ProofRows(SftMethod().examples, 100, 1, seed=1), build_method(SftMethod())
+    first, second, again = (rows.each(index, method).micro for index in (0, 1, STEPS_APART))
+    assert len(first) == ROWS and max(len(batch.input_ids) for batch in first) == LONGEST
+    assert len({len(batch.input_ids) for batch in first}) == 5
+    assert len(first[0].lengths) == 1 and max(len(batch.lengths) for batch in first) > 2
+    assert not np.array_equal(first[0].input_ids, second[0].input_ids)
+    assert np.array_equal(first[0].input_ids, again[0].input_ids)
+    assert first[0].trained_positions[0] > 0 and all(batch.input_ids.max() < 100 for batch in first)

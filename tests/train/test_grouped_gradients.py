@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tests.model.test_compile import LONGEST, TOKENS, root_for
-from tests.profile.test_rates import SHAPES, tree_of
+from tests.profile.test_devices import SHAPES, tree_of
 from tuner.config.load import load_recipe
 from tuner.model import blocks
 from tuner.model.blocks import compile_blocks

@@ -19,7 +19,7 @@ from tuner.rundir.records import Records
 from tuner.runtime.files import read_json
 
 if TYPE_CHECKING:
-    from tuner.export.merges import Merge
+    from tuner.export.proof import Merge
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")

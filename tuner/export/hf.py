@@ -17,11 +17,10 @@ from tuner.errors import DataError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, LanguageModelAlone, WholeModel
-from tuner.export.merges import Merge, measured
 from tuner.export.outputs import ExportedValues, Trained, trained_skeleton
 from tuner.export.padding import VocabularyPadding, reward_padding, write_padding
 from tuner.export.plan import ExportPlan, is_done
-from tuner.export.proof import ExportProof, prove
+from tuner.export.proof import ExportProof, Merge, measured, prove
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles, Output, Written, plan_shards, write_shards
 from tuner.export.verify import KEPT

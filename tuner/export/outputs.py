@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.export import tensors, weights
-from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles, Output, TensorSource
+from tuner.export.weights import quantized_base
 from tuner.export.write import expert_names, peft_name, tied_and_saved
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model

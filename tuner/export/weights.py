@@ -1,15 +1,17 @@
 """The trained model in memory: the checkpoint's tensors in a transformers model on the CPU, without a process group.
 
 What training left as it was are the base model's tensors as training held them. They are read from its published
-safetensors files, which are located and never loaded whole.
+safetensors files, which are located and never loaded whole; weights of a base that was quantised become codes and
+scales and return, a few rows at a time.
 """
 
 import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from pydantic import TypeAdapter
@@ -22,27 +24,157 @@ from tuner.config.methods import Head
 from tuner.config.recipe import Adapter, ModelSection
 from tuner.errors import DataError, first_line
 from tuner.export import tensors
-from tuner.export.quantized import QuantizedBase, published_codes, quantize_spec, quantized_base, with_weights
 from tuner.export.source import ExportSource
-from tuner.export.tensors import OpenFiles, TensorSource
+from tuner.export.tensors import OpenFiles, TensorSource, made_tensor, mapped_tensor
 from tuner.init_from.give import give_frozen
 from tuner.init_from.target import target_of
 from tuner.init_from.versions import pinned, versions_in
 from tuner.model import transformers_private
 from tuner.model.build import ModelSpec, auto_model, build_model, is_part, meta_model
-from tuner.model.freeze import Content, hash_of_frozen, select
+from tuner.model.freeze import Content, content_of, hash_of_frozen, select
 from tuner.model.multimodal import names_in_files
 from tuner.model.own_class import register
 from tuner.model.published import Published, assembled, published, state_names
-from tuner.model.quantize.reading import ReadingQuantizer
+from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
+from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantized_layers
+from tuner.model.quantize.published import dequantized_as_stored, read
+from tuner.model.quantize.reading import PublishedCodes, ReadingQuantizer
 from tuner.model.stored import stored_tensors, weights_directory
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec, spec_of
-from tuner.model.transformers_private import kept_in_float32
-from tuner.model.vetting import vet_config
+from tuner.model.vetting import holds_codes, vet_config
 from tuner.model.weight_files import vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
-from tuner.rundir.same_base import require_same_base
+from tuner.rundir.same_base import require_same_base, require_same_quantizer
+
+
+@dataclass(frozen=True)
+class QuantizedBase:
+    """Which weights of the plain model were quantised, by name, and how.
+
+    ``codes`` are those of files that hold no other weights: then nothing was quantised, and there is no original.
+    """
+
+    kind: Kind
+    names: frozenset[str]
+    codes: PublishedCodes | None = None
+
+    def tensor(self, name: str, held: TensorSource) -> TensorSource:
+        """A tensor of the base as training computed with it, of what its files hold, rounded to the model's type.
+
+        Rows know nothing of one another: each block of them is quantised as it is read.
+        """
+        if name not in self.names or isinstance(held, CodedSource):
+            return held
+
+        return mapped_tensor(held, torch.float32, lambda rows: self._round_trip(name, rows))
+
+    def stored(self, file_name: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSource | None:
+        """A weight that files hold as codes; None of one that they hold as it is. It is made when it is first read.
+
+        One that training did not take as codes is in ``dtype``, as that of the base's other weights.
+        """
+        if self.codes is None or not self.codes.is_part(file_name):
+            return None
+        is_quantized = name in self.names
+
+        def make() -> torch.Tensor:
+            if is_quantized:
+                held = self.published(file_name)
+                weight = dequantize(held.codes, held.scales, held.columns)
+            else:
+                weight = dequantized_as_stored(file_name, self._parts(file_name)).to(dtype)
+            if tuple(weight.shape) != shape:
+                raise DataError(f"the base model's {name} has shape {list(weight.shape)}, the model has {list(shape)}")
+            return weight
+
+        made = made_tensor(shape, torch.float32 if is_quantized else dtype, make)
+        return CodedSource(made.shape, made.dtype, made.read)
+
+    def published(self, file_name: str) -> Quantized:
+        """The codes of a weight as files hold them. Raises DataError and RecipeError for what is not read."""
+        return read(file_name, self._parts(file_name))
+
+    def contents(self, file_name: str, layer: str) -> dict[str, Content]:
+        """What of published codes goes into the hash of a base, by name."""
+        held = self.published(file_name)
+        return {f"{layer}.codes": content_of(held.codes), f"{layer}.scales": content_of(held.scales)}
+
+    def _parts(self, file_name: str) -> dict[str, torch.Tensor]:
+        found = None if self.codes is None else self.codes.parts(file_name)
+        if found is None:
+            raise DataError(f"the base model's {file_name} is not stored as codes any more")
+        return found
+
+    @torch.no_grad()
+    def apply(self, model: PreTrainedModel, held: torch.dtype) -> None:
+        """Put the values that training computed with in place of a model's own, in its type, one weight at a time.
+
+        ``held`` is the type in which training held what it did not quantise, and read what it did.
+        """
+        for name in sorted(self.names):
+            weight = model.get_parameter(name)
+            weight.data = self._round_trip(name, weight.data.to(held)).to(weight.dtype)
+
+    def _round_trip(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        made = quantize(weight, self.kind, name)
+        return dequantize(made.codes, made.scales, made.columns)
+
+
+class CodedSource(TensorSource):
+    """A weight made of published codes: it is not quantised again."""
+
+
+def quantized_base(source: ExportSource, plain: PreTrainedModel) -> QuantizedBase | None:
+    """What a run quantised of its base; None where nothing. ``plain`` is the model without adapter, also on meta.
+
+    Raises DataError where this version quantises otherwise than that which trained.
+    """
+    spec = quantize_spec(source)
+    if spec is None:
+        return None
+    require_same_quantizer(source.checkpoint, spec.facts())
+    return base_of_kind(spec.kind, plain, spec.kept, published_codes(source))
+
+
+def quantize_spec(source: ExportSource) -> QuantizeSpec | None:
+    """How a run's base was quantised. Raises DataError for a way that is not known."""
+    if source.quantize == "none":
+        return None
+    kept = tuple((source.adapter or {}).get("modules_to_save", ()))
+    return QuantizeSpec(_known(source.quantize), kept)
+
+
+def base_of_kind(
+    kind: str, plain: PreTrainedModel, kept: Sequence[str], codes: PublishedCodes | None = None
+) -> QuantizedBase:
+    """The weights that training quantises of this model, but for ``kept`` modules. Raises DataError for other kinds."""
+    return QuantizedBase(_known(kind), frozenset(f"{name}.weight" for name in quantizable(plain, kept)), codes)
+
+
+def published_codes(source: ExportSource) -> PublishedCodes | None:
+    """The codes that the base's files hold in place of weights; None where they hold weights."""
+    if source.is_random or not holds_codes(source.name_or_path, source.revision):
+        return None
+    return PublishedCodes(source.name_or_path, source.revision)
+
+
+@torch.no_grad()
+def with_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with plain layers, in float32, in place of those that hold codes."""
+    for name, layer in quantized_layers(model).items():
+        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        plain.weight = nn.Parameter(layer.dequantized(torch.float32), requires_grad=False)
+        plain.bias = layer.bias
+        model.set_submodule(name, plain)
+    return model
+
+
+def _known(kind: str) -> Kind:
+    if kind not in get_args(Kind):
+        raise DataError(f"the base was quantised to {kind}, which this version does not know")
+    return cast(Kind, kind)
+
 
 _ADAPTER: TypeAdapter[Adapter] = TypeAdapter(Adapter)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -124,7 +256,8 @@ def exact_names(source: ExportSource, plain: PreTrainedModel) -> set[str]:
 
     Raises RecipeError for a name or glob that means none.
     """
-    return set(kept_in_float32(plain)) | set(select(source.keep_fp32, state_names(plain), "--keep-fp32"))
+    chosen = select(source.keep_fp32, state_names(plain), "--keep-fp32")
+    return {*transformers_private.kept_in_float32(plain), *chosen}
 
 
 def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:

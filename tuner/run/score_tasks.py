@@ -12,9 +12,8 @@ from tuner.config.overrides import Override
 from tuner.data.building.spec import prepare_spec
 from tuner.errors import RecipeError
 from tuner.evals.load import check_tasks, load_tasks
-from tuner.evals.requests import Respondent
 from tuner.evals.scorer import Scorer
-from tuner.evals.task import ScoredTask, TaskScore
+from tuner.evals.task import Respondent, ScoredTask, TaskScore
 from tuner.run.score import Trained, loaded_model, recipe_of, run_recipe
 from tuner.run.tasks.task_scores import write_scores
 from tuner.rundir.model_path import RunCheckpoint

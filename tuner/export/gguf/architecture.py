@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
-from ruamel.yaml import YAML
 from transformers import PretrainedConfig
 
 from tuner.errors import RecipeError
 from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.tables import table
 from tuner.export.tensors import TensorSource, converted_tensors, held_tensor, made_tensor, mapped_tensor
 
-_TABLE = Path(__file__).with_name("architectures.yaml")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SUFFIXES = (".weight", ".bias")
 _OF_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1}
 """What llama.cpp takes where a file says nothing."""
-
-
-@functools.cache
-def table() -> Mapping[str, Any]:
-    """The file of families."""
-    loaded: Mapping[str, Any] = YAML(typ="safe").load(_TABLE)
-    return loaded
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ class Architecture:
     @staticmethod
     def of(config: PretrainedConfig) -> Architecture:
         """The row of a config."""
-        families = table()["families"]
+        families = table("architectures")["families"]
         if config.model_type not in families:
             raise RecipeError(
                 f"{config.model_type}: no GGUF of this architecture is proven",
@@ -55,7 +45,7 @@ class Architecture:
             )
         facts = {**config.to_dict(), **_computed(config)}
         architecture = Architecture(families[config.model_type], config, facts)
-        for key, wanted in {**table()["common"]["expect"], **architecture.row.get("expect", {})}.items():
+        for key, wanted in {**table("architectures")["common"]["expect"], **architecture.row.get("expect", {})}.items():
             expected = facts[wanted[1:]] if isinstance(wanted, str) and wanted.startswith("=") else wanted
             if (found := architecture.fact(key)) != expected:
                 raise RecipeError(
@@ -87,7 +77,7 @@ class Architecture:
         """The hyper-parameters of the file, by their keys in it."""
         found: dict[str, Any] = {}
         for kind, of in (("integers", int), ("numbers", float)):
-            for key, source in {**table()["common"][kind], **self.row.get(kind, {})}.items():
+            for key, source in {**table("architectures")["common"][kind], **self.row.get(kind, {})}.items():
                 if (value := self.fact(source)) is not None:
                     found[key] = of(value)
         for key, name in self.row.get("sized_by", {}).items():

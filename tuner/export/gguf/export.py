@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ruamel.yaml import YAML
 
 import tuner
 from tuner.data.encoding.template import LoadedTemplates
@@ -27,6 +26,7 @@ from tuner.export.gguf.engine import Likeliest, served
 from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.source import GgufSource
+from tuner.export.gguf.tables import table
 from tuner.export.gguf.vocabulary import chats_begin_so, encoded_otherwise, frame_of, named_for, rendered, vocabulary
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
@@ -109,7 +109,7 @@ class Figures:
 @cache
 def fixed() -> tuple[list[str], list[list[dict[str, str]]]]:
     """The texts and chats that every file is asked, with texts made of the texts' pieces."""
-    facts = YAML(typ="safe").load(Path(__file__).with_name("texts.yaml"))
+    facts = table("texts")
     pieces = sorted({text[at : at + 7] for text in facts["texts"] for at in range(0, len(text), 5)})
     draw = random.Random(0)
     made = ["".join(draw.choices(pieces, k=draw.randint(1, 12))) for _ in range(N_TEXTS)]
@@ -334,7 +334,7 @@ def export_gguf(
     started = time.perf_counter()
     if verify:
         engine.require_library()
-    if kind in file.mixes():
+    if kind in table("mixes"):
         file.quantizer()
     target = output or source.place.with_name(f"{source.place.name}-{kind}.gguf")
     _require_choices(source, kind, target, shard_bytes, with_modelfile)

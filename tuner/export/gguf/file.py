@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
-from ruamel.yaml import YAML
 
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.errors import MachineError
+from tuner.export.gguf.tables import table
 from tuner.export.tensors import TensorSource, groups_of, require_space, write_blocks
 from tuner.runtime.files import machine_errors, opened
 
@@ -73,7 +73,7 @@ def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
     """
     keys = {**keys, "general.quantization_version": gguf.GGML_QUANT_VERSION, "general.file_type": _file_type(wanted)}
     types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
-    if wanted in mixes():
+    if wanted in table("mixes"):
         matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
         types |= mixed(matrices, keys, wanted)
     sizes = {name: _nbytes(types[name], source.shape) + len(name) + _OF_TENSOR for name, source in tensors.items()}
@@ -171,16 +171,9 @@ _WIDE = {"q6_k", "q5_k_m", "q5_k_s", "q3_k_l"}
 """Types whose attention's output stays as it is next to so few experts."""
 
 
-@functools.cache
-def mixes() -> Mapping[str, Any]:
-    """The file of mixes."""
-    loaded: Mapping[str, Any] = YAML(typ="safe").load(Path(__file__).with_name("mixes.yaml"))
-    return loaded
-
-
 def mixed(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, Any], wanted: str) -> dict[str, str]:
     """The type of each of the matrices of a model in a file of this type, by the model's keys."""
-    mix, (architecture, facts) = mixes()[wanted], _facts(keys)
+    mix, (architecture, facts) = table("mixes")[wanted], _facts(keys)
     layers, experts, gqa = (facts[key] for key in ("layers", "experts", "gqa"))
     parts: dict[str, list[str]] = {}
     for name in sorted(shapes, key=_in_order):

@@ -1,18 +1,27 @@
-"""The page of a fit, and the same as values for programs."""
+"""The page of a fit, and the same as values for programs; the plan of a ladder as a page and as a picture."""
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.browser import Browser, chromium
 from tests.ladder import made
+from tests.ladder.ladders import ladder_tree, write_ladder_files
+from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
+from tuner.ladder import plan_page
 from tuner.ladder.fit import Settings
 from tuner.ladder.fit_page import MARK, check_output, figures_of, fit_page, optimum, write_fit_page
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
+from tuner.ladder.launch import PlannedRung
 from tuner.ladder.points import Size, read_points
+from tuner.ladder.rungs import Rung, rungs_of
+from tuner.train.plan import plan_steps
+from tuner.train.schedule import build_schedule
 
 FEW = Settings(samples=100)
 TRUTH = made.Truth()
@@ -106,4 +115,61 @@ def test_the_page_draws_every_chart(tmp_path: Path, full: Forecast, on_line: For
             assert not browser.run("document.querySelector('main').innerText.includes('NaN')")
             if number == 0:
                 assert browser.run(SHARE_OF_DOTS) > 0.1
+        assert browser.said == []
+
+
+@pytest.fixture(scope="module")
+def rungs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rung, ...]:
+    directory = tmp_path_factory.mktemp("ladder")
+    write_ladder_files(directory)
+    return rungs_of(load_recipe(ladder_tree(), cwd=directory))
+
+
+def test_curves_are_those_that_are_trained(rungs: tuple[Rung, ...]) -> None:
+    together, small, large = plan_page.charts_of(rungs)
+    assert (together["xLog"], small["xLog"], large["label"]) == (True, False, "large: 12 steps")
+    assert together["series"] == small["series"] + large["series"]
+    curve, before, after = large["series"]
+    plan = plan_steps(rungs[1].loaded.recipe.train.duration, (), 4)  # type: ignore[arg-type]
+    schedule = build_schedule(rungs[1].loaded.recipe.schedule, plan, ())  # type: ignore[arg-type]
+    assert curve["curve"] == [[256.0 * i, schedule.factor(i) * (rungs[1].lr or 0)] for i in range(1, 13)]
+    assert before["hollow"] and [dot[0] / 256 for dot in before["dots"]] == [4, 10]
+    assert [dot[0] / 256 for dot in after["dots"]] == [6, 12] and {dot[1] for dot in after["dots"]} == {0.0}
+
+
+def test_a_picture_shows_every_rung(rungs: tuple[Rung, ...], tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    plan_page.check_output(path)
+    plan_page.write_plan(path, "ladder", [PlannedRung(rung) for rung in rungs])
+    plan_page.check_output(path)  # its own is written over
+    image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
+    assert image.size == (1800, 858)
+    below = image.crop((0, 458, 1800, 858))
+    halves = [below.crop((0, 0, 900, 400)), below.crop((900, 0, 1800, 400))]
+    seen = [{color: count for count, color in half.getcolors(1 << 20) or ()} for half in halves]
+    blue, orange = (0x2F, 0x6F, 0xDE), (0xE0, 0x6C, 0x1F)
+    assert [(one.get(blue, 0) > 30, one.get(orange, 0) > 30) for one in seen] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize(("name", "said"), [("plan.svg", "neither a page nor"), ("notes.png", "holds something")])
+def test_nothing_else_is_written_over(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("notes")
+    with pytest.raises(RecipeError, match=said):
+        plan_page.check_output(tmp_path / name)
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs chromium")
+def test_the_page_draws_every_rung(rungs: tuple[Rung, ...], tmp_path: Path) -> None:
+    program = chromium()
+    assert program is not None
+    path = tmp_path / "plan.html"
+    plan_page.write_plan(path, "ladder <b>", [PlannedRung(rung) for rung in rungs])
+    assert path.read_bytes().startswith(plan_page.MARK)
+    with Browser(program, tmp_path) as browser:
+        browser.open(path, dark=False)
+        counts = "[...document.querySelectorAll('section svg')].map(one => one.querySelectorAll('circle').length)"
+        assert browser.run(counts) == [8, 4, 4]
+        assert browser.run("document.querySelectorAll('#parameters td').length") == 2 * len(plan_page.PLAN)
+        assert browser.run("document.title") == "ladder <b>"
+        assert not browser.run("document.querySelector('main').innerText.includes('NaN')")
         assert browser.said == []
