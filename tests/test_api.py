@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tuner
-from tests.ladder.ladders import ladder_tree, write_ladder_files
+from tests.ladder.made import ladder_tree, write_ladder_files
 from tuner.config.dump import flow
 from tuner.config.paths import recipes_dir
 from tuner.errors import MemoryLimitError, RecipeError

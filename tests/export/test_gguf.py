@@ -30,7 +30,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import engine, export, file, gelu, source, vocabulary  # noqa: E402
+from tuner.export.gguf import architecture, engine, export, file, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -79,7 +79,7 @@ def test_gelu_is_read_off_a_table_of_float16() -> None:
     x = np.concatenate([np.random.default_rng(0).normal(0, 3, 20_000), [-10, 10, 11, -11]]).astype(np.float32)
     read = table[x.astype(np.float16).view(np.uint16)]
     wanted = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, read))
-    found = gelu.TableGelu()(torch.from_numpy(x)).numpy()
+    found = architecture.TableGelu()(torch.from_numpy(x)).numpy()
     assert (found == wanted).mean() > 0.95 and np.abs(found - wanted).max() < 1e-4  # of tanh near -1 each has its own
 
 

@@ -10,7 +10,6 @@ from PIL import Image
 
 from tests.browser import Browser, chromium
 from tests.ladder import made
-from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.ladder import plan_page
@@ -121,8 +120,8 @@ def test_the_page_draws_every_chart(tmp_path: Path, full: Forecast, on_line: For
 @pytest.fixture(scope="module")
 def rungs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rung, ...]:
     directory = tmp_path_factory.mktemp("ladder")
-    write_ladder_files(directory)
-    return rungs_of(load_recipe(ladder_tree(), cwd=directory))
+    made.write_ladder_files(directory)
+    return rungs_of(load_recipe(made.ladder_tree(), cwd=directory))
 
 
 def test_curves_are_those_that_are_trained(rungs: tuple[Rung, ...]) -> None:

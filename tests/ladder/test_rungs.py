@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tests.ladder.ladders import ladder_tree, write_ladder_files
+from tests.ladder.made import ladder_tree, write_ladder_files
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.overrides import Override

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ladder.ladders import ladder_tree, write_ladder_files
+from tests.ladder.made import ladder_tree, write_ladder_files
 from tools import ladder_campaign
 from tools.ladder_campaign import documents_of, fell_with_size, kill_points, misjudged, missing
 from tuner.ladder.record import LadderRecord, Mark, RungRecord

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import commands, forked, trainings
-from tests.ladder.ladders import write_ladder_files
+from tests.ladder.made import write_ladder_files
 from tools.ladder_campaign import campaign
 from tools.tables import beside
 from tuner.checkpoint.load import content_sha256

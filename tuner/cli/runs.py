@@ -86,7 +86,8 @@ def compare(runs: list[str]) -> Outcome:
         first, *rest = _row(name, item)
         figures = item["eval_figures"]
         lines.append([first, *shown, *rest, *(f"{figures[one]:.4f}" if one in figures else "-" for one in own)])
-    text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
+    across = [*zip(*lines, strict=True)]
+    text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else fitted(across, stdout_columns())
     compared = [{**item, "recipe": recipe} for item, recipe in zip(summaries, values, strict=True)]
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_table=True)
 
@@ -200,11 +201,6 @@ def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
     heading = lines[0]
     texts = {i for i, name in enumerate(heading) if i <= keys or name in {"status", "started"}}
     return fitted(lines, stdout_columns(), right=[i for i in range(len(heading)) if i not in texts])
-
-
-def _table_across(lines: Sequence[Sequence[str]]) -> str:
-    """Runs side by side."""
-    return fitted(list(zip(*lines, strict=True)), stdout_columns())
 
 
 def _value_width(headings: Sequence[str], runs: int) -> int:

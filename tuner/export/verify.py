@@ -37,7 +37,7 @@ from tuner.runtime.memory import host_memory
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")
 """What is encoded for a run that recorded no probes."""
-_CLOCK = "strftime_now"
+CLOCK = "strftime_now"
 _N_FALLBACK_PROBES, _FALLBACK_LENGTH = 8, 32
 
 
@@ -261,7 +261,7 @@ def _of_the_files(directory: Path) -> Iterator[dict[str, Any]]:
 
 def _require_ids(tokenizer: Any, probe: Mapping[str, Any]) -> None:
     text = probe["text"]
-    if (messages := probe.get("messages")) is not None and _CLOCK not in str(tokenizer.chat_template):
+    if (messages := probe.get("messages")) is not None and CLOCK not in str(tokenizer.chat_template):
         rendered = tokenizer.apply_chat_template(messages, tools=probe.get("tools"), tokenize=False)
         if rendered != text:
             raise not_published(f"the exported chat template renders {short(rendered)}, training saw {short(text)}")

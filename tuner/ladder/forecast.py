@@ -107,7 +107,8 @@ def sigmoid_parameters(fit: ScoreFit) -> list[fitting.Parameter]:
     """Middle (a loss), k (per unit of loss), floor and ceiling, with what keeps the points from identifying each."""
     value = _natural(fit, fit.parameters[None])[0]
     middle, steepness = float(fit.parameters[0]), math.exp(float(fit.parameters[1]))
-    reached = [0.5 * (1 + math.tanh(0.5 * steepness * (middle - at))) for at in _ends(fit)]
+    ends = (float(fit.curve.losses.min()), float(fit.curve.losses.max()))
+    reached = [0.5 * (1 + math.tanh(0.5 * steepness * (middle - at))) for at in ends]
     why = dict.fromkeys(NAMES, "")
     if reached[0] < 0.5:
         why["ceiling"] = why["middle"] = "no point is past the middle of the sigmoid"
@@ -115,11 +116,6 @@ def sigmoid_parameters(fit: ScoreFit) -> list[fitting.Parameter]:
         why["floor"] = why["middle"] = "no point is before the middle of the sigmoid"
     estimates = Estimate.each(value, _natural(fit, fit.samples), fit.settings.level)
     return [fitting.Parameter(name, estimate, why[name]) for name, estimate in zip(NAMES, estimates, strict=True)]
-
-
-def _ends(fit: ScoreFit) -> list[float]:
-    """The lowest and the highest loss, standardised."""
-    return [float(fit.curve.losses.min()), float(fit.curve.losses.max())]
 
 
 def _natural(fit: ScoreFit, parameters: Floats) -> Floats:

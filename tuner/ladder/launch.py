@@ -96,27 +96,18 @@ class PlannedRung:
         """The plan as JSON values."""
         rung, found = self.rung, self.prediction
         return {
-            "name": rung.name,
-            "parameters": rung.parameters,
-            "total_parameters": rung.total_parameters,
-            "target_tokens": rung.batch.target_tokens,
-            "batch_tokens": rung.batch.tokens,
-            "batch_rows": rung.batch.tokens // rung.row_tokens,
-            "off": round(rung.batch.off, 4),
-            "micro_tokens": rung.batch.micro_tokens,
-            "processes": rung.batch.processes,
-            "accumulation": rung.batch.accumulation,
-            "total_steps": rung.plan.total_steps,
-            "tokens": rung.tokens,
-            "lr": rung.lr,
-            "warmup_steps": rung.plan.warmup_steps,
-            "marks": [asdict(mark) for mark in rung.marks],
+            "name": rung.name, "parameters": rung.parameters, "total_parameters": rung.total_parameters,
+            "target_tokens": rung.batch.target_tokens, "batch_tokens": rung.batch.tokens,
+            "batch_rows": rung.batch.tokens // rung.row_tokens, "off": round(rung.batch.off, 4),
+            "micro_tokens": rung.batch.micro_tokens, "processes": rung.batch.processes,
+            "accumulation": rung.batch.accumulation, "total_steps": rung.plan.total_steps, "tokens": rung.tokens,
+            "lr": rung.lr, "warmup_steps": rung.plan.warmup_steps, "marks": [asdict(mark) for mark in rung.marks],
             "flops": self.flops,
             "memory_bytes": found.peak_bytes if found else None,
             "fits": found.verdict if found else None,
             "seconds": found.time.total_s if found else None,
             "run_dir": str(rung.run_dir),
-        }
+        }  # fmt: skip
 
 
 def predicted(rung: Rung, device: str | None) -> PlannedRung:

@@ -21,16 +21,15 @@ import tuner
 from tuner.data.encoding.template import LoadedTemplates
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export.gguf import engine, file, lora
-from tuner.export.gguf.architecture import Architecture
+from tuner.export.gguf.architecture import Architecture, other_steps
 from tuner.export.gguf.engine import Likeliest, served
-from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.source import GgufSource
 from tuner.export.gguf.tables import table
 from tuner.export.gguf.vocabulary import chats_begin_so, encoded_otherwise, frame_of, named_for, rendered, vocabulary
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
-from tuner.export.verify import differing, not_published, short
+from tuner.export.verify import CLOCK, differing, not_published, short
 from tuner.export.write import ends_of, load_tokenizer, quiet
 from tuner.rundir.keep import CheckpointHold
 from tuner.runtime.files import publish_dir
@@ -52,7 +51,6 @@ SHIFT = 2e-3
 """Nats by which all log-probabilities of a position may differ at float32: a sum of as many numbers as tokens."""
 TIE = 1e-3
 """Of two tokens as likely as this either may come first."""
-_CLOCK = "strftime_now"
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
     every: list[dict[str, Any]] = [{"messages": each} for each in chats]
     every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
     asks, wanted = list[Mapping[str, Any]](), list[str]()
-    if tokenizer.chat_template and _CLOCK not in str(tokenizer.chat_template):
+    if tokenizer.chat_template and CLOCK not in str(tokenizer.chat_template):
         templates = LoadedTemplates(tokenizer, str(directory))
         for chat in every:
             if chat["messages"][-1]["role"] == "assistant":
