@@ -211,5 +211,4 @@ def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(source: object) -> None:
         raise AssertionError("the base model is loaded")
 
-    for module in (weights, weights):
-        monkeypatch.setattr(module, "base_model", build)
+    monkeypatch.setattr(weights, "base_model", build)

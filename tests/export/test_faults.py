@@ -126,7 +126,7 @@ def test_an_error_at_every_call(run: Path, sound: dict[str, bytes], name: str, c
 
 
 def test_a_disk_without_room_is_known_before_anything_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(tensors.files, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match="the export needs .* bytes, 1,000 are free"):
         export(run)
     assert os.listdir(run / "exports") == []

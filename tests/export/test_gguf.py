@@ -387,7 +387,7 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(file, "_blocks", fails)
     with pytest.raises(TunerError, match="damaged"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
-    monkeypatch.setattr(tensors, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(tensors.files, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match=f"{tmp_path}: the export needs .* bytes, 1,000 are free"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

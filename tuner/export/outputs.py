@@ -12,7 +12,7 @@ from tuner.errors import RecipeError
 from tuner.export import tensors, weights
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles, Output, TensorSource
-from tuner.export.weights import quantized_base
+from tuner.export.weights import exact_names, quantized_base
 from tuner.export.write import expert_names, peft_name, tied_and_saved
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model
@@ -63,7 +63,7 @@ class ExportedValues:
         self._merged: Mapping[str, torch.Tensor] = {}
         """Of adapters by peft's own config, the tensors of adapted layers as peft merges them."""
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
-        self._exact = weights.exact_names(source, trained.plain)
+        self._exact = exact_names(source, trained.plain)
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
 
     def merged(self, dtype: torch.dtype, with_adapter: bool = True) -> list[Output]:

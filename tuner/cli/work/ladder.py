@@ -9,7 +9,6 @@ from tuner.cli.command import Outcome, input_path
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.cli.work.schedule import drawing, planned_schedule
 from tuner.config.load import LoadedRecipe
-from tuner.config.recipe import Recipe
 from tuner.errors import counted
 from tuner.ladder import launch
 from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
@@ -20,13 +19,6 @@ from tuner.runtime.files import gib, typed_path
 
 MOST_COLUMNS = 100
 BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
-
-
-def drawn(name: str, recipe: Recipe, width: int) -> str:
-    """The learning rate of a rung, with its marks, drawn over its steps."""
-    found, _ = planned_schedule(recipe)
-    return f"{name}\n{drawing(recipe, found, width)}"
-
 
 
 def plan(
@@ -45,13 +37,14 @@ def plan(
             planned.append(launch.PlannedRung(one) if quick else launch.predicted(one, device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
-    curve = drawn(last.name, last.loaded.recipe, width)
+    found, _ = planned_schedule(last.loaded.recipe)
+    curve = drawing(last.loaded.recipe, found, width)
     table = fitted([PLAN, *plan_lines(planned)], stdout_columns(), right=range(1, len(PLAN)))
     if path is not None:
         write_plan(path, str(loaded.recipe.name), planned)
         console.say("drawn", str(path))
     return Outcome(
-        f"{table}\n\n{curve}",
+        f"{table}\n\n{last.name}\n{curve}",
         artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir}
         | ({} if path is None else {"plan": str(path)}),
         metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
