@@ -10,22 +10,13 @@ import pytest
 
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError
+from tuner.ladder import forecast as forecasting
 from tuner.ladder.fit import NEEDED_SIZES, Estimate, Settings, fit_law
-from tuner.ladder.forecast import (
-    ForecastQuestion,
-    LadderHeldOut,
-    Sigmoid,
-    fit_score,
-    fit_widened,
-    forecast,
-    sigmoid_parameters,
-    widening,
-)
+from tuner.ladder.forecast import ForecastQuestion, LadderHeldOut, fit_score, fit_widened, forecast
 from tuner.ladder.points import Point, Size, read_points
 
-FEW = Settings(samples=200)
-FEWEST = Settings(samples=20)
-"""Where no interval is looked at."""
+FEW, SOME, FEWER, FEWEST = (Settings(samples=count) for count in (200, 100, 40, 20))
+"""The fewest where no interval is looked at."""
 TRUTH = made.Truth()
 
 
@@ -95,9 +86,6 @@ def test_a_rung_that_is_not_there_is_named_with_those_that_are() -> None:
     assert caught.value.hint == "there are: 60M, 100M, 190M, 370M, 760M, 1.3B"
 
 
-FEWER = Settings(samples=40)
-
-
 def one(deviations: float) -> LadderHeldOut:
     return LadderHeldOut("1M", Size(1e6, 2e7), 3.0, Estimate(3.03, 2.9, 3.1), deviations)
 
@@ -107,9 +95,9 @@ def test_the_error_is_predicted_over_measured() -> None:
 
 
 def test_noise_is_never_made_smaller_and_grows_with_the_errors() -> None:
-    assert widening([]) == 1
-    assert widening([one(0.1), one(0.2)]) == 1
-    assert widening([one(3.0), one(4.0)]) == pytest.approx(12.5**0.5)
+    assert forecasting.widening([]) == 1
+    assert forecasting.widening([one(0.1), one(0.2)]) == 1
+    assert forecasting.widening([one(3.0), one(4.0)]) == pytest.approx(12.5**0.5)
 
 
 def test_every_rung_is_predicted_from_the_others() -> None:
@@ -139,17 +127,17 @@ def test_four_sizes_are_enough_to_leave_one_out() -> None:
     assert len(left_out) == 4
 
 
-SOME = Settings(samples=100)
 POINTS = made.ladder(TRUTH)
 
 
 def test_derivatives_are_those_of_differences() -> None:
-    made.require_derivatives(Sigmoid(np.full(4, -9.0), np.full(4, 9.0), np.linspace(-2, 2, 9)), [0.3, 0.5, 0.2, 0.9])
+    sigmoid = forecasting.Sigmoid(np.full(4, -9.0), np.full(4, 9.0), np.linspace(-2, 2, 9))
+    made.require_derivatives(sigmoid, [0.3, 0.5, 0.2, 0.9])
 
 
 def test_a_known_sigmoid_comes_back() -> None:
     fit = fit_score(made.with_scores(POINTS), "loss", "task/acc", SOME, None)
-    found = {one.name: one.value.value for one in sigmoid_parameters(fit)}
+    found = {one.name: one.value.value for one in forecasting.sigmoid_parameters(fit)}
     assert [found[name] for name in ("middle", "k", "floor", "ceiling")] == pytest.approx(
         [2.6, 5, 0.25, 0.95], rel=0.01
     )
@@ -171,7 +159,7 @@ def test_points_before_the_decay_count() -> None:
 
 def test_a_ceiling_that_no_point_comes_near_is_not_identified() -> None:
     worse = [point for point in made.with_scores(POINTS, noise=0.001) if point.figures["loss"] > 2.75]
-    found = {one.name: one for one in sigmoid_parameters(fit_score(worse, "loss", "task/acc", SOME, 0.25))}
+    found = {one.name: one for one in forecasting.sigmoid_parameters(fit_score(worse, "loss", "task/acc", SOME, 0.25))}
     assert found["ceiling"].why == found["middle"].why == "no point is past the middle of the sigmoid"
 
 

@@ -142,12 +142,8 @@ def _show(score: Score, console: Console) -> None:
     else:  # there may be more of them than a line has room for: one below the other
         values = [(name, {"loss": p.loss, **p.figures}, p.tokens) for name, p in parts]
         lines = [["", *(name for name, _, _ in values)]]
-        lines += [[one, *(_shown(of.get(one)) for _, of, _ in values)] for one in ("loss", *figures)]
+        lines += [[n, *(f"{of[n]:.4f}" if n in of else "-" for _, of, _ in values)] for n in ("loss", *figures)]
         lines += [["tokens", *(f"{tokens:,}" for _, _, tokens in values)]]
         shown = columns(lines, right=range(1, len(lines[0])))
     for line in shown.split("\n"):
         console.line(line)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
