@@ -104,7 +104,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Have the product import a Ray of threads, made as the call asks."""
-    from tests.fixtures.fake_ray import faked
+    from tests.fixtures.ray_cluster import faked
 
     yield from faked(monkeypatch)
 

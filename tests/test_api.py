@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import tuner
-from tests.ladder.ladders import ladder_tree, write_ladder_files
-from tuner.config.dump import flow
+from tests.ladder.made import ladder_tree, write_ladder_files
 from tuner.config.paths import recipes_dir
+from tuner.config.yaml import flow
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.devices import find_device
 

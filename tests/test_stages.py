@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import RecipeText, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, RecipeText, load_recipe, recipe_dict, recipe_yaml
 from tuner.config.store_rules import inputs_of
 from tuner.errors import RecipeError
 from tuner.stages import is_url, shown, stage_of, url_of

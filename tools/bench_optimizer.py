@@ -57,7 +57,7 @@ class Way:
 
         for key, parameter in self.parameters.items():
             parameter.grad = self.gradients[key].clone()
-        with patch("tuner.train.adamw_update._has_native", lambda: not self.plain):
+        with patch("tuner.train.compact_adamw._has_native", lambda: not self.plain):
             started = time.perf_counter()
             self.optimizer.step(torch.tensor(False), torch.tensor(1.5))
             taken = (time.perf_counter() - started) * 1e3

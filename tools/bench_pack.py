@@ -40,7 +40,7 @@ from tools.measures import memory as peak
 from tuner.data.batches import GlobalBatches, balance_rows, row_costs
 from tuner.data.building.bins import lower_bound, pack
 from tuner.data.building.pack import BLOCK_SEGMENTS, Segments, cut, row_batches
-from tuner.data.building.rows_file import write_rows
+from tuner.data.building.rows import write_rows
 from tuner.data.prepared import COUNTS, PackedRows, arrow, open_stream, row_counts
 
 CAPACITIES = (4096, 8192, 32768)

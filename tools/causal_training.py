@@ -19,12 +19,11 @@ from tools.causal_plain import ADAPTER_RATE, ALPHA, CLIPPED, OPTIMIZER, RANK, RA
 from tools.causal_rows import LAYOUTS, LENGTHS, STEPS, documents
 from tuner.api.exports import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.model.adapter import lora_layers
 from tuner.model.decode import greedy
 from tuner.model.flops import training_flops
-from tuner.run.begin import write_model_config
+from tuner.run.state import write_model_config
 from tuner.rundir.layout import CHECKPOINTS, MODEL_CONFIG, TOKENIZER
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import file_entries

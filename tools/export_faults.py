@@ -17,8 +17,7 @@ from tuner.api.exports import export_hf
 from tuner.errors import VerificationError
 from tuner.export import form, outputs
 from tuner.export.outputs import ExportedValues
-from tuner.export.shards import Output
-from tuner.export.tensors import TensorSource, made_tensor
+from tuner.export.tensors import Output, TensorSource, made_tensor
 from tuner.export.write import write_config
 from tuner.model.low_rank import LowRank
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from tests.ladder.made import SIZES, Truth, ladder
 from tools.commands import asked
-from tuner.ladder.fit import Settings, parameters_of
-from tuner.ladder.held_out import fit_widened
-from tuner.ladder.law import NEEDED_SIZES
+from tuner.ladder.fit import NEEDED_SIZES, Settings, parameters_of
+from tuner.ladder.forecast import fit_widened
 from tuner.ladder.points import Point, Size
 
 LEVEL, LEAST, MOST = 0.9, 0.82, 0.99

@@ -21,8 +21,7 @@ from unittest.mock import patch
 
 from tools.commands import ROOT, asked, one_of, workplace
 from tools.tables import beside
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.recipe import Recipe
 from tuner.profile import fit, search
 from tuner.profile.devices import find_device

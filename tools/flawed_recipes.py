@@ -56,7 +56,7 @@ def prepare(directory: Path) -> None:
 
 def recipe_text(values: Mapping[str, Any]) -> str:
     """The tiny recipe with some keys written otherwise; None takes one away."""
-    from tuner.config.dump import flow
+    from tuner.config.yaml import flow
 
     sections: dict[str, list[str]] = {}
     for key, value in {**RECIPE, **values}.items():

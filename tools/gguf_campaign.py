@@ -34,7 +34,7 @@ from tools.tokenizer_campaign import chats
 from tools.tokenizer_families import FAMILIES as TOKENIZERS
 from tools.tokenizer_families import write_family
 from tuner.errors import TunerError
-from tuner.export.gguf import proof
+from tuner.export.gguf import export
 from tuner.export.gguf.architecture import Architecture
 from tuner.export.gguf.export import export_gguf
 from tuner.export.gguf.source import GgufSource, source_of
@@ -164,11 +164,11 @@ def at_length(source: GgufSource, file: Path, assets: Path, texts: int, chats_: 
     talks = chats(assets, 2 * chats_)[-chats_:]
     system = {"role": "system", "content": "Be brief. "}
     recorded += [{"text": "", "messages": [*([system] if n % 3 == 0 else []), *talk]} for n, talk in enumerate(talks)]
-    wanted = proof.texts_of(tokenizer, recorded, [], source.place)
+    wanted = export.texts_of(tokenizer, recorded, [], source.place)
     model = Architecture.of(source.config).computed(source.reference())
     prompts = [ids[:48] for ids, _ in wanted.ids[:200] if len(ids) >= 48][:PROMPTS]  # noqa: PLR2004 - tokens
-    asks = proof.Prompts(prompts, model, 256)
-    answers = proof.answers_of(file, wanted, asks, ANSWER)
+    asks = export.Prompts(prompts, model, 256)
+    answers = export.answers_of(file, wanted, asks, ANSWER)
     other = [text for text, one, two in zip(wanted.texts, wanted.ids, answers.ids, strict=True) if one != two]
     named = [text for text in other if is_named(tokenizer, text)]
     other = [text for text in other if text not in named]
@@ -179,8 +179,8 @@ def at_length(source: GgufSource, file: Path, assets: Path, texts: int, chats_: 
     for prompt, (answer, _) in zip(prompts, answers.continued, strict=True):
         logs = asks.log_probabilities(prompt, answer)[: len(answer)]
         chosen = logs.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        same += bool((chosen >= logs.max(-1).values - proof.TIE).all())
-    figures = proof.measured(wanted, asks, answers)
+        same += bool((chosen >= logs.max(-1).values - export.TIE).all())
+    figures = export.measured(wanted, asks, answers)
     return {
         "texts": len(wanted.texts), "other_ids": len(other), "named": len(named), "chats": len(wanted.rendered),
         "other_chats": len(wrong), "answers": len(prompts), "same_answers": same, "tokens": figures.tokens,
@@ -206,7 +206,7 @@ def lines(
     family: str, kinds: Sequence[str], assets: Path, work: Path, counts: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     """A line of f32, with a real tokenizer, and of each type, with a small one but of SmolLM2."""
-    proof.N_TEXTS = 40  # others are asked below
+    export.N_TEXTS = 40  # others are asked below
     for kind in kinds:
         started, row = time.monotonic(), dict[str, Any](arch=family, type=kind)
         file, place = work / f"{kind}.gguf", work / kind
@@ -234,7 +234,7 @@ def holds(row: Mapping[str, Any]) -> bool:
         return False
     if row["type"] in KINDS:
         return True
-    bound = proof.BOUND + (proof.STEPS * row["steps"] if row["type"] == "f32" else 0)
+    bound = export.BOUND + (export.STEPS * row["steps"] if row["type"] == "f32" else 0)
     is_close = row["nats"] <= bound and row["same_answers"] == row["answers"]
     return not row["other_ids"] and not row["other_chats"] and bool(is_close)
 

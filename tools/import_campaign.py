@@ -23,8 +23,7 @@ from tools.commands import ROOT, asked, workplace
 from tools.flawed_recipes import prepare
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import Override, RecipeText, load_recipe
-from tuner.config.other_configs import Tool
-from tuner.config.other_input import is_script
+from tuner.config.other_configs import Tool, is_script
 from tuner.config.other_methods import PREFERENCES
 from tuner.errors import TunerError
 

@@ -32,12 +32,12 @@ def write_models(directory: Path) -> None:
     import torch
 
     from tuner.config.recipe import AddedToken
-    from tuner.data.encoding.named_templates import template_source
-    from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, with_tokens
+    from tuner.data.encoding.tokenizer import byte_files, with_tokens
+    from tuner.data.encoding.tokenizer_files import template_source
     from tuner.model.build import ModelSpec, build_model
 
     ends = [AddedToken(token=token, special=True) for token in ("<|im_start|>", "<|im_end|>")]
-    files, _ = with_tokens(byte_tokenizer_files(), ends)
+    files, _ = with_tokens(byte_files(), ends)
     # As many instruct models have it: no place for tools, nor for a thought.
     own = (
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

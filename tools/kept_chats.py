@@ -19,9 +19,10 @@ import numpy as np
 
 from tools.commands import asked, one_of, workplace
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.place import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.reading.records import Conversation, Example, parse_record
+from tuner.data.reading.examples import Conversation, Example
+from tuner.data.reading.records import parse_record
 
 CALLERS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
 

@@ -27,8 +27,7 @@ from tools.commands import Start, asked, environment, run, write_lines
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.paths import recipes_dir
-from tuner.ladder.marks import Mark, marks_csv, read_marks
-from tuner.ladder.record import LadderRecord, read_ladder
+from tuner.ladder.record import LadderRecord, Mark, marks_csv, read_ladder, read_marks
 from tuner.ladder.rungs import rungs_of
 
 POLL_S = 0.05

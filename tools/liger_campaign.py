@@ -98,7 +98,7 @@ def launches(model_type: str) -> dict[Launch, None]:
             config.save_pretrained(name)
         except Exception:  # noqa: BLE001 - transformers itself cannot make one
             return found
-        with patch("tuner.profile.fakes._no_kernels", lambda: noting(found)):
+        with patch("tuner.profile.tracing._no_kernels", lambda: noting(found)):
             predicted(name, "full", "h100-80g")
     return found
 

@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from tools.causal_cases import quiet, tiny_config
 from tools.commands import asked, some, workplace
 from tuner.api.exports import export_hf
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.errors import TunerError, first_line
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions

@@ -18,9 +18,7 @@ from typing import Any
 from tools.advice.keys import BASE, problems_of
 from tools.advice.proposals import written
 from tools.commands import asked
-from tuner.config.dump import flow
-from tuner.config.tree import Problems
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, flow, read_yaml
 
 HERE = Path(__file__).with_name("parents")
 TITLES = {

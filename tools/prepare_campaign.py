@@ -30,7 +30,7 @@ from tools.commands import asked, one_of, workplace
 CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
 MARK = "TUNER_CAMPAIGN"
 PATIENCE_S = 60.0
-PRELOADED = ("tuner.data.building.prepare", "tuner.data.building.documents", "tuner.data.encoding.tokenizer_json")
+PRELOADED = ("tuner.data.building.prepare", "tuner.data.building.documents", "tuner.data.encoding.tokenizer")
 """What builders import, once for all of them."""
 context = multiprocessing.get_context("forkserver")
 
@@ -53,8 +53,7 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     from tuner.data.building import documents, spec
     from tuner.data.building.prepare import prepare
     from tuner.data.building.spec import PrepareSpec
-    from tuner.data.encoding.tokenizer import TextTokenizer
-    from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
+    from tuner.data.encoding.tokenizer import TextTokenizer, byte_files
 
     os.environ[MARK] = trial.directory.name
     # Every file is work of its own, so that small ones keep several workers busy.
@@ -63,7 +62,7 @@ def build(trial: Trial, cache: str, fatal: tuple[int, str] | None, answers: Any)
     seen = count_calls(fatal)
     files = sorted(str(path) for path in trial.directory.glob("rows*.jsonl"))
     data = DataSection.model_validate({"train": files, "eval": "10%", "workers": trial.workers, "on_bad_row": "skip"})
-    tokenizer = TextTokenizer(byte_tokenizer_files())
+    tokenizer = TextTokenizer(byte_files())
     info = prepare(PrepareSpec(data, SftMethod().examples, tokenizer, 64, 1, trial.directory / cache))
     answers.put({"pid": os.getpid(), "calls": seen, "cached": info.cached, "path": str(info.path)})
 

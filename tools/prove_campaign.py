@@ -29,14 +29,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from tools.commands import ROOT, asked, some, workplace
 from tools.recipes_campaign import SHAPES, whole_model
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.config.recipe import Recipe
 from tuner.config.shipped import shipped_recipes
 from tuner.parallel import fsdp
 from tuner.parallel.expert import SpreadExperts
 from tuner.parallel.sequence import CutOutputLayer
-from tuner.parallel.tensor import layers, split
+from tuner.parallel.tensor import split
 from tuner.prove.compare import LayoutProof
 from tuner.prove.layouts import KNOWN, own_layout, parse
 from tuner.prove.prove import proofs_of, prove, refused, train_alone
@@ -173,10 +172,10 @@ FAULTS: dict[str, Fault] = {
         "fsdp2", step, "_on_device", _shifted_target, r"gradient of the output of \S+, where the output layer"
     ),
     "all-reduce dropped in a layer": Fault(
-        "tp2", layers, "entered", lambda own, given, group: given, _UPSTREAM
+        "tp2", split, "entered", lambda own, given, group: given, _UPSTREAM
     ),
     "all-reduce doubled in a layer": Fault(
-        "tp2", layers, "summed", lambda own, part, group: own(part, group) + own(part.detach(), group), _OUTPUT
+        "tp2", split, "summed", lambda own, part, group: own(part, group) + own(part.detach(), group), _OUTPUT
     ),
     "gradient of a norm over own heads": Fault(
         "tp2", split, "_sum_gradients", _nothing, r"gradient of \S+_norm.weight: ", "qwen3"

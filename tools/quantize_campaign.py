@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.quantize import drawn
 from tools.commands import ROOT, asked, judged, workplace
 from tools.liger_campaign import Launch, problem
-from tuner.model.quantize import nf4, published
+from tuner.model.quantize import codes, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,7 +76,7 @@ def _values_of(peer: Any, packed: torch.Tensor, state: Any, dtype: torch.dtype) 
 
 def _boundaries(peer: Any) -> Iterator[str]:
     """Numbers around each boundary: blocks whose scale is 1, and others, hold the 62 float32 numbers next to it."""
-    bounds, generator = nf4.bounds(torch.device("cpu")), torch.Generator().manual_seed(0)
+    bounds, generator = codes.nf4_bounds(torch.device("cpu")), torch.Generator().manual_seed(0)
     for scale in (1.0, *torch.rand(1000, generator=generator).tolist()):
         steps = (bounds * scale).view(torch.int32)[:, None] + torch.arange(-31, 31, dtype=torch.int32)
         weight = torch.cat([steps.view(torch.float32), torch.full((15, 2), scale)], 1)

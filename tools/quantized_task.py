@@ -32,7 +32,7 @@ import torch
 from tools.measures import memory
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.quantize.layers import QuantizeSpec
-from tuner.model.quantize.reading import ReadingQuantizer
+from tuner.model.quantize.layers import ReadingQuantizer
 
 most, done = 0, False
 def watch():

@@ -17,9 +17,8 @@ from typing import Any
 
 from tools.commands import ROOT, asked, environment, run, some, workplace
 from tools.tables import beside
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.config.methods import DistillMethod
-from tuner.config.overrides import Override
 from tuner.config.shipped import shipped_recipes
 
 CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
@@ -126,7 +125,7 @@ def small(path: Path, place: Path, smollm2: Path, assets: Path) -> LoadedRecipe:
 
 def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[bool, str]:
     """Train a recipe in small with the real command, in a process of its own; its last line where it fails."""
-    from tuner.config.dump import recipe_yaml
+    from tuner.config.load import recipe_yaml
 
     recipe = place / f"{path.stem}.yaml"
     recipe.write_text(recipe_yaml(small(path, place, smollm2, assets).recipe), encoding="utf-8")

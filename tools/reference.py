@@ -11,8 +11,7 @@ from tools.commands import ROOT, asked
 from tools.parent_fields import TITLES
 from tools.parent_fields import page as parent_page
 from tuner.config.fields import Field, fields, item_fields
-from tuner.config.not_supported import Absent, absent_features
-from tuner.config.other_tools import foreign
+from tuner.config.other_tools import Absent, absent_features, foreign
 
 INTRODUCTION = """\
 # The recipe

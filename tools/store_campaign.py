@@ -28,15 +28,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.fixtures.store_gcs import translated
-from tests.fixtures.store_proxy import Proxy, forward, proxied
+from tests.fixtures.store_proxy import Proxy, forward, proxied, translated
 from tests.fixtures.store_servers import Server, serving
 from tools.commands import Results, asked, one_of, workplace
 from tools.store_rows import rows_by_index
 from tools.store_throughput import throughput
 from tools.strikes import POINTS, Network, struck
 from tuner.errors import MachineError
-from tuner.stores import client, lease, upload
+from tuner.stores import client, transfer
+from tuner.stores import directory as lease
 from tuner.stores.commit import FILES, read_commit
 from tuner.stores.directory import KEPT_COMMITS, StoreDirectory
 
@@ -99,7 +99,7 @@ def write(environment: dict[str, str], url: str, stage: Path, acknowledged: Path
     os.environ.update(environment)
     client.REQUEST_SECONDS, client.RETRY_SECONDS, client.CONNECT_SECONDS = 1, 2, 1
     lease.TTL_SECONDS = 2.0
-    upload.PART_BYTES, upload.SMALL_BYTES = 1 << 16, 6_000
+    transfer.PART_BYTES, transfer.SMALL_BYTES = 1 << 16, 6_000
     draw = random.Random(seed)
     try:
         directory = StoreDirectory.open(url)

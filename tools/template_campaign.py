@@ -5,7 +5,7 @@
 Fetches TRL, axolotl, FastChat and the sdist of llama-cpp-python from the package index (about 80 MB, nothing is
 installed). Every prefix of a conversation is rendered by ours and by theirs, with and without a system message, and
 where the table says so one with tools, calls and thoughts. Exits with 1 where a difference is found that is not in the
-table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
+table below. Tokenizers' own templates are in tests/data/encoding/test_masks.py.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ from typing import Any
 from tools.commands import ROOT, asked
 from tools.import_campaign import PACKAGES, fetch
 from tools.tables import beside
-from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.tokenizer_files import named_template
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""

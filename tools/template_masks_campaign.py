@@ -31,10 +31,10 @@ from tuner.config.recipe import AddedToken
 from tuner.data.encoding import turns
 from tuner.data.encoding.chat import NO_END
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
-from tuner.data.reading.records import Conversation, parse_record
+from tuner.data.encoding.place import EncodedBatch
+from tuner.data.encoding.tokenizer import TextTokenizer, with_control_tokens, with_tokens
+from tuner.data.reading.examples import Conversation
+from tuner.data.reading.records import parse_record
 
 CONTROL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[gMASK\]|<sop>"

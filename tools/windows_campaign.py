@@ -101,7 +101,7 @@ class Phase:
 
 PHASES = {
     "prepare": Phase("tuner.data.building.cache", "publish_dir", 2),  # of the first window: its rows are built
-    "beside": Phase("tuner.run.windows.preparation", "PreparedBeside.start", 2, "after"),
+    "beside": Phase("tuner.run.windows.finder", "PreparedBeside.start", 2, "after"),
     "train": Phase("tuner.train.loop", "optimizer_step", 4),
     "evaluate": Phase("tuner.run.tasks.evaluate", "evaluate", 3),
     "save": Phase("tuner.run.tasks.save", "save", 3),

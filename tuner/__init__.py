@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from tuner.api.checks import check_recipe, doctor
     from tuner.api.exports import export_hf, push
     from tuner.api.gguf_files import export_gguf
+    from tuner.api.instruments import fit, profile, prove, verify_resume
     from tuner.api.ladders import Ladder
-    from tuner.api.measures import fit, profile
-    from tuner.api.proofs import prove, verify_resume
     from tuner.api.runs import runs, show_run
     from tuner.api.scores import evaluate, score_tasks
     from tuner.api.training import prepare_data, resume, train
@@ -65,9 +64,8 @@ _PLACES = {
     "tuner.api.checks": ("check_recipe", "doctor"),
     "tuner.api.exports": ("export_hf", "push"),
     "tuner.api.gguf_files": ("export_gguf",),
+    "tuner.api.instruments": ("fit", "profile", "prove", "verify_resume"),
     "tuner.api.ladders": ("Ladder",),
-    "tuner.api.measures": ("fit", "profile"),
-    "tuner.api.proofs": ("prove", "verify_resume"),
     "tuner.api.runs": ("runs", "show_run"),
     "tuner.api.scores": ("evaluate", "score_tasks"),
     "tuner.api.training": ("prepare_data", "resume", "train"),

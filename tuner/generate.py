@@ -11,29 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, first_line
-from tuner.export.quantized import base_of_kind
 from tuner.export.source import ExportSource, resolve
-from tuner.export.weights import DTYPES, load_trained
+from tuner.export.weights import DTYPES, base_of_kind, load_trained
 from tuner.export.write import ends_of, load_tokenizer, quiet
 from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
-from tuner.model.vetting import vet_config
-from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
-from tuner.rundir.exports import LINEAGE
+from tuner.model.vetting import vet_adapter, vet_config, vet_patterns, vet_weights
+from tuner.rundir.checkpoints import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
 from tuner.runtime.files import read_json, sha256_file, unlinked
@@ -88,10 +78,10 @@ class Answer:
     cut: bool
 
 
-class _Shown(TextStreamer):
+class _Shown(transformers.TextStreamer):
     """Hands on each piece of text once it cannot change any more."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._show, self.shown = show, ""
 
@@ -107,7 +97,7 @@ class Generator:
     """A loaded model with its tokenizer and every token id that ends a turn."""
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -174,14 +164,14 @@ class Generator:
         is_cut = len(made) >= room and int(made[-1]) not in self.eos_ids
         return Answer(text if isinstance(text, str) else "".join(text), len(made), is_cut)
 
-    def _config(self, sampling: Sampling, room: int) -> GenerationConfig:
+    def _config(self, sampling: Sampling, room: int) -> transformers.GenerationConfig:
         ends = list(self.eos_ids) or None
         pad = self.tokenizer.pad_token_id
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
             choice = {"do_sample": True, **drawn}
-        return GenerationConfig(
+        return transformers.GenerationConfig(
             max_new_tokens=room,
             eos_token_id=ends,
             pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
@@ -213,19 +203,22 @@ def load_generator(
             model = _with_adapter(path, base, dtype)
         else:
             model = _plain_model(name_or_path, revision, dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         defaults = _generation_defaults(name_or_path, revision)
     return make_generator(model, tokenizer, defaults, device)
 
 
 def make_generator(
-    model: Any, tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None, device: torch.device
+    model: Any,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    defaults: transformers.GenerationConfig | None,
+    device: torch.device,
 ) -> Generator:
     """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
     own = [getattr(part, "eos_token_id", None) for part in (model.config, model.config.get_text_config())]
     ends = ends_of(tokenizer, getattr(defaults, "eos_token_id", None), own[0] or own[1])
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
-    model.generation_config = GenerationConfig(eos_token_id=ends or None)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=ends or None)
     return Generator(model.to(device).eval(), tokenizer, tuple(ends), device)
 
 
@@ -241,7 +234,7 @@ def _from_run(source: ExportSource) -> Generator:
 
 
 @torch.no_grad()
-def _place(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+def _place(model: transformers.PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Round parameters and take them to the device one by one, so that it never holds a wide copy of the model.
 
     Buffers stay as they are: what a model computes itself, such as the frequencies of its rotations, is not rounded.
@@ -272,7 +265,7 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _quantize(model: PreTrainedModel, adapter: Path) -> None:
+def _quantize(model: transformers.PreTrainedModel, adapter: Path) -> None:
     """Turn the weights of an adapter's base into what it was trained on, where that was quantised, in their type."""
     found = read_json(adapter / LINEAGE).get("quantized_base") if (adapter / LINEAGE).is_file() else None
     if not isinstance(found, Mapping):
@@ -282,13 +275,13 @@ def _quantize(model: PreTrainedModel, adapter: Path) -> None:
     base.apply(model, DTYPES.get(str(found.get("dtype")), torch.float32))
 
 
-def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> transformers.PreTrainedModel:
     vet_config(name_or_path, revision)
     vet_weights(name_or_path, revision)
-    named = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get("architectures") or ()
+    named = transformers.PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get("architectures") or ()
     _require_text(name_or_path, not any("ForSequenceClassification" in str(name) for name in named))
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-    model: PreTrainedModel = auto_model("tokens", config).from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+    model: transformers.PreTrainedModel = auto_model("tokens", config).from_pretrained(
         name_or_path, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     return model
@@ -302,9 +295,9 @@ def _require_text(name: str, writes: bool) -> None:
         )
 
 
-def _generation_defaults(name_or_path: str, revision: str | None) -> GenerationConfig | None:
+def _generation_defaults(name_or_path: str, revision: str | None) -> transformers.GenerationConfig | None:
     with contextlib.suppress(OSError):
-        return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
+        return transformers.GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
     return None
 
 

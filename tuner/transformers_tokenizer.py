@@ -27,15 +27,13 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
-from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens
-from tuner.data.encoding.tokenizer_files import BESIDE_MODEL, OWN_CODE
-from tuner.data.encoding.tokenizer_json import parse_json
+from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens, parse_json
+from tuner.data.encoding.tokenizer_files import ANSWER, BESIDE_MODEL, OWN_CODE
 from tuner.data.id_probes import adversarial_texts
 from tuner.errors import PluginError, TunerError
 from tuner.runtime.plugins import load, naming, require_call, source_file
 
 Files = dict[str, bytes]
-ANSWER = "answer.json"
 TOKENIZER, CONFIG, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 MODEL_CONFIG, TRAINED_CONFIG = "config.json", "model.json"
 AS_WRITTEN = "PreTrainedTokenizerFast"

@@ -12,8 +12,7 @@ from tests.fixtures import commands, trainings
 from tests.multi import launcher
 from tuner.api.exports import export_hf
 from tuner.cli.work.eval import _load
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions

@@ -7,13 +7,12 @@ import pytest
 
 from tests.fixtures.tables import cases
 from tuner.config.advice import of_unknown
-from tuner.config.conversion import convert, known_names, rules
-from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
-from tuner.config.not_supported import Absent, absent_features
+from tuner.config.numbers import Span
 from tuner.config.other_configs import dialects
-from tuner.config.other_tools import other_values, theirs
+from tuner.config.other_keys import convert, known_names, rules
+from tuner.config.other_tools import Absent, absent_features, other_values, theirs
 from tuner.errors import RecipeError
 
 MINIMAL: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}

@@ -1,19 +1,21 @@
-"""Loading: paths, names, origins, rules, flags, and writing back."""
+"""Loading: paths, names, origins, rules, flags, writing back; sections of methods; and whatever else is written."""
 
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fixtures.tables import cases
 from tuner import load_recipe as public_load
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import LoadedRecipe, Override, load_recipe
+from tuner.config.fields import fields, recipe_schema
+from tuner.config.load import LoadedRecipe, Override, load_recipe, recipe_dict, recipe_yaml
+from tuner.config.methods import DpoMethod, Method
 from tuner.config.paths import recipes_dir
-from tuner.config.schema import recipe_schema
 from tuner.config.shipped import shipped_recipes
 from tuner.errors import RecipeError
 
@@ -262,9 +264,7 @@ def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
 
 
 @pytest.mark.parametrize(("section", "key", "expected"), cases(__file__, "unknown_keys"))
-def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
-    section: str | None, key: str, expected: str
-) -> None:
+def test_unknown_keys_are_answered_with_what_was_meant(section: str | None, key: str, expected: str) -> None:
     wish = MINIMAL | ({key: 1} if section is None else {section: {key: 1}})
     with pytest.raises(RecipeError) as caught:
         load_recipe(wish)
@@ -280,7 +280,7 @@ def test_a_rate_that_no_step_survives_is_refused(kind: str, lr: int | str) -> No
 
 def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.config.paths import resolve_paths
-    from tuner.config.tree import Problems, tree_of
+    from tuner.config.yaml import Problems, tree_of
 
     uses: list[object] = [{"use": "my_hooks.py:Notify"}, "../a/b.py:c", {"use": "installed_name"}, "/x/y.py:z"]
     tree = tree_of({"hooks": [*uses, "${CODE}/h.py:H"], "optimizer": {"use": "o.py:O"}}, "", tmp_path)
@@ -322,3 +322,114 @@ def test_a_key_that_is_written_as_its_flag_is_told_apart(line: str, said: str, t
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "r.yaml")
     assert said in str(caught.value)
+
+
+def section(**values: Any) -> Method:
+    return load_recipe({**MINIMAL, "method": {"kind": "dpo", **values}}).recipe.method
+
+
+@pytest.mark.parametrize(("written", "weights"), cases(__file__, "a_loss_is_a_name_or_several"))
+def test_a_loss_is_a_name_or_several_with_weights_in_files_and_on_the_command_line(written: Any, weights: Any) -> None:
+    found = section(loss=written)
+    assert isinstance(found, DpoMethod) and found.loss == weights
+    loaded = load_recipe({**MINIMAL, "method": {"kind": "dpo", "loss": written}})
+    back = yaml.safe_load(recipe_yaml(loaded.recipe))
+    assert load_recipe(back).recipe == loaded.recipe
+    text = written if isinstance(written, str) else yaml.safe_dump(written, default_flow_style=True).strip()
+    flags = [Override("method.kind", "dpo"), Override("method.loss", text)]
+    assert load_recipe(MINIMAL, flags).recipe.method == found
+
+
+@pytest.mark.parametrize(("values", "said"), cases(__file__, "what_a_loss_cannot_take_is_a_problem_of_the_recipe"))
+def test_what_a_loss_cannot_take_is_a_problem_of_the_recipe(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        section(**values)
+
+
+def test_terms_of_the_loss_are_figures_where_there_are_several() -> None:
+    several = section(loss={"sigmoid": 1, "bco": 1}, sft_weight=0.1)
+    assert [name for name in several.figures if name in ("sigmoid", "bco", "sft")] == ["sigmoid", "bco", "sft"]
+    assert "sft" not in section().figures
+
+
+KEYS = st.sampled_from([key.rpartition(".")[2] for key in fields()] + sorted({key.split(".")[0] for key in fields()}))
+SCALARS = st.one_of(
+    st.sampled_from(
+        ["", "null", "true", "1e-5", "4K", "10%", "5 steps", "never", "auto", "lora", "none", "constant", "''"]
+    ),
+    st.sampled_from(
+        ["*a", "&a b", "!!str x", "[", "]", "{", "|", ">", "%", "@", "`", '"', "'", "- x", "? x", "a: b", "\t", "#"]
+    ),
+    st.text(max_size=8),
+)
+LINES = st.builds(lambda depth, key, value: f"{'  ' * depth}{key}: {value}", st.integers(0, 3), KEYS, SCALARS)
+
+
+def attempt(path: Path, *flags: Override) -> None:
+    try:
+        loaded = load_recipe(path, flags, path.parent)
+    except RecipeError as error:
+        assert error.problems
+        for line in map(str, error.problems):
+            assert line.strip()
+            assert "\n" not in line
+    else:
+        assert loaded.recipe.model.name_or_path
+
+
+@given(lines=st.lists(LINES | SCALARS, max_size=12))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_answered(lines: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    attempt(path)
+
+
+@given(data=st.binary(max_size=64))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_answered(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(data)
+    attempt(path)
+
+
+FLAGS = st.builds(
+    Override,
+    st.one_of(
+        st.sampled_from(sorted(fields())),
+        st.from_regex(r"[a-z_]{1,6}(\.[a-z_0-9]{1,6}){1,3}", fullmatch=True),
+        st.from_regex(r"data\.(train|eval)\.[0-9](\.(path|format|x))?", fullmatch=True),
+        st.from_regex(r"model\.config\.[a-z0-9]{1,3}(\.[a-z0-9]{1,3})?", fullmatch=True),
+    ),
+    st.none() | SCALARS | st.sampled_from(["[1, 2]", "{a: 1}", "[{path: x}]", "{path: x}", "[[1]]"]),
+)
+
+
+@given(flags=st.lists(FLAGS, max_size=5))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_flags_are_answered(flags: list[Override], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
+    attempt(path, *flags)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: " + "[" * 100_000,
+        "x: " + "{a: " * 100_000,
+        "\n".join(" " * depth + "a:" for depth in range(500)),
+        "seed: " + "9" * 100_000,
+        "x: [" + "1, " * 100_000 + "]",
+        "\n".join(f"k{index}: 1" for index in range(100_000)),
+        "seed: 9999^9999\noptimizer: {lr: 1e-99999}",
+        "#" * 900_000,
+    ],
+    ids=["lists", "mappings", "indents", "digits", "values", "keys", "exponents", "comment"],
+)
+def test_large_input_is_answered_soon(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    started = time.process_time()
+    attempt(path)
+    assert time.process_time() - started < 5

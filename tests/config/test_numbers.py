@@ -1,14 +1,19 @@
-"""Exact human numbers and durations."""
+"""Exact human numbers, durations, and steps and ranges of them as a recipe writes them."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fixtures.tables import cases
-from tuner.config.duration import WORDS, Duration
-from tuner.config.numbers import BINARY_SUFFIXES, DECIMAL_SUFFIXES, parse_bytes, parse_number, write_number
+from tuner.config import numbers
+from tuner.config.load import load_recipe
+from tuner.config.numbers import Duration, StepRange, Steps, is_among, parse_bytes, parse_number, write_number
+from tuner.errors import RecipeError
+
+SUFFIXES = numbers.DECIMAL_SUFFIXES | numbers.BINARY_SUFFIXES
 
 
 @pytest.mark.parametrize(("text", "value"), cases(__file__, "numbers_are_exact"))
@@ -22,10 +27,10 @@ def test_what_is_no_number_is_refused(text: str | float) -> None:
         parse_number(text)
 
 
-@given(st.integers(), st.sampled_from(sorted(DECIMAL_SUFFIXES | BINARY_SUFFIXES)))
+@given(st.integers(), st.sampled_from(sorted(SUFFIXES)))
 def test_a_suffix_multiplies(count: int, suffix: str) -> None:
     count %= 10**12
-    assert parse_number(f"{count}{suffix}") == count * (DECIMAL_SUFFIXES | BINARY_SUFFIXES)[suffix]
+    assert parse_number(f"{count}{suffix}") == count * SUFFIXES[suffix]
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=6))
@@ -56,7 +61,7 @@ def test_durations(text: str, count: str | int, unit: str) -> None:
     assert (duration.count, duration.unit) == (Fraction(count), unit)
 
 
-@given(st.integers(1, 10**12), st.sampled_from(sorted(set(WORDS.values()))))
+@given(st.integers(1, 10**12), st.sampled_from(sorted(set(numbers.WORDS.values()))))
 def test_durations_read_back(count: int, unit: str) -> None:
     text = f"{count % 100 + 1}%" if unit == "%" else f"{count} {unit}"
     duration = Duration.parse(text)
@@ -85,3 +90,27 @@ def test_seconds_and_shares() -> None:
         _ = Duration.parse("3 steps").seconds
     with pytest.raises(ValueError, match="not a percentage"):
         _ = Duration.parse("3 steps").share
+
+
+ENDS = st.integers(1, numbers.MOST_STEPS)
+RANGES = st.tuples(ENDS, ENDS).map(lambda ends: StepRange(min(ends), max(ends)))
+
+
+@given(RANGES)
+def test_what_is_written_reads_back(steps: StepRange) -> None:
+    assert Steps().read(Steps().plain(steps)) == steps
+    assert Steps().read(str(steps)) == steps
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9))), st.integers(1, 70))
+def test_both_ends_belong_to_a_range(ends: list[tuple[int, int]], step: int) -> None:
+    ranges = [StepRange(first, first + more) for first, more in ends]
+    assert is_among(step, ranges) == (step in {n for first, more in ends for n in range(first, first + more + 1)})
+
+
+@pytest.mark.parametrize(("value", "said"), cases(__file__, "anything_else_is_refused"))
+def test_anything_else_is_refused(value: Any, said: str) -> None:
+    recipe = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "train": {"steps_to_skip": [value]}}
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe)
+    assert said in str(caught.value) and "train.steps_to_skip" in str(caught.value)

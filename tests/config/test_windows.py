@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe, recipe_dict, recipe_yaml
 from tuner.errors import RecipeError
 
 BASE: Any = cases(__file__, "base")
@@ -53,9 +51,7 @@ def test_these_are_whole(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "flags", "said"), cases(__file__, "what_cannot_be_is_refused_with_the_line_to_write"))
-def test_what_cannot_be_is_refused_with_the_line_to_write(
-    tmp_path: Path, text: str, flags: dict[str, str], said: str
-) -> None:
+def test_what_cannot_be_is_refused_with_a_line(tmp_path: Path, text: str, flags: dict[str, str], said: str) -> None:
     assert said in refused(tmp_path, text, **flags)
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from tests.fixtures import commands
 from tests.fixtures.tables import cases
-from tuner.config.duration import CadenceSpan, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, RecipeText, load_recipe
-from tuner.config.numbers import Real, Whole
+from tuner.config.numbers import CadenceSpan, Real, Span, Whole
 from tuner.config.other_tools import foreign
 from tuner.config.value_types import OneOf, Several, Switch, Table, Text, WebAddress
 from tuner.errors import RecipeError

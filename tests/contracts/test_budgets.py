@@ -110,4 +110,4 @@ def test_below_where_a_recipe_is_resolved_nobody_reads_it() -> None:
     fields = re.findall(r"^    (\w+): Recipe$", setup, re.MULTILINE)
     assert (found, fields) == (["recipe_again"], ["recipe"]), "who hands it on, and `Resolved` that has it"
     again = {name for name, of in text.items() if "recipe_again" in of}
-    assert again == {"tuner.setup.resolve", "tuner.run.begin", "tuner.profile.watch", "tuner.run.tasks.windows"}
+    assert again == {"tuner.setup.resolve", "tuner.run.state", "tuner.profile.watch", "tuner.run.tasks.windows"}

@@ -13,9 +13,8 @@ from tests.contracts.syntax import modules, nodes, trees, walk
 from tests.fixtures.tables import cases
 from tuner.config.fields import fields, find, item_fields
 from tuner.config.recipe import ITEMS
-from tuner.config.tree import Problems
 from tuner.config.value_types import Table, ValueType
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, read_yaml
 
 TUNER = Path(__file__).resolve().parents[2] / "tuner"
 HOLE = "\N{SECTION SIGN}"

@@ -50,7 +50,7 @@ NEVER_HEAVY = {"errors", "stages", "stores", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", ""}
 # These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
-_WITH_TORCH = ("deterministic", "device", "host", "numa", "page_lock", "process", "torch_private")
+_WITH_TORCH = ("deterministic", "device", "host", "numa", "process", "torch_private")
 HEAVY_MODULES = {f"tuner.runtime.{name}" for name in _WITH_TORCH}
 # What commands do once their arguments are read: it may load torch, and is itself imported only inside functions.
 WORK = "tuner.cli.work."

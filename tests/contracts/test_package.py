@@ -1,4 +1,7 @@
-"""What is published: the wheel's files and metadata, hints that name something to install, and the container."""
+"""What is published: the wheel's files and metadata, hints that name something to install, and the container.
+
+The table of versions is what `pyproject.toml` accepts and `constraints.txt` pins.
+"""
 
 import re
 import subprocess
@@ -125,3 +128,32 @@ def test_what_the_container_copies_is_sent_to_its_build() -> None:
 def test_the_container_takes_the_torch_that_is_pinned() -> None:
     assert f"torch=={PINS['torch']} " in CONTAINER
     assert set(re.search(r"^ARG EXTRAS=(\S+)$", CONTAINER, re.M)[1].split(",")) <= set(PROJECT["optional-dependencies"])  # type: ignore[index]
+
+
+BOUNDED = {"torch", "transformers", "peft", "liger-kernel"}
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Range and tested version of each library in the table."""
+    rows = re.findall(r"^\| ([\w-]+) \| ([>=<.,\d]+) \| ([.\d]+) \|", (ROOT / "docs/versions.md").read_text(), re.M)
+    return {name: (accepted, tested) for name, accepted, tested in rows}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def test_the_table_is_what_is_accepted_and_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    accepted = dict(re.fullmatch(r"([\w-]+)(.*?)(?:;.*)?", line).groups() for line in project["dependencies"])  # type: ignore[union-attr]
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text().replace("_", "-"), re.M))
+    table = documented()
+    assert set(table) == BOUNDED
+    assert table == {name: (accepted[name], pins[name]) for name in BOUNDED}
+
+
+def test_the_first_release_that_is_not_tested_is_kept_out() -> None:
+    for accepted, tested in documented().values():
+        low, high = re.fullmatch(r">=([.\d]+),<([.\d]+)", accepted).groups()  # type: ignore[union-attr]
+        whole, minor = numbers(tested)[:2]
+        assert numbers(low) <= numbers(tested) < numbers(high) == (whole, minor + 1)

@@ -1,4 +1,7 @@
+"""Rows to batches: shifted targets, their order, sizes that change, and each rank's share, evenly by cost."""
 
+import itertools
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -7,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fixtures.rows import InMemory
+from tuner.data import batches as planned
 from tuner.data.batch_sizes import BatchSizes, Change
-from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
-from tuner.data.mixed_order import mixed_rows
+from tuner.data.batches import IGNORED, GlobalBatches, balance_rows, collate, mixed_rows, row_costs, row_order
 from tuner.data.prepared import Row
 
 
@@ -110,9 +113,7 @@ def test_targets_are_the_next_trained_token_of_the_same_document(lengths: list[l
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
-def test_ranks_and_micro_batches_make_up_the_global_batch(
-    lengths: list[list[int]], size: int, micro: int, world: int
-) -> None:
+def test_ranks_make_up_the_global_batch(lengths: list[list[int]], size: int, micro: int, world: int) -> None:
     rows = FakeRows(lengths)
     ranks = [batches(rows, size, micro, rank, world) for rank in range(world)]
     one = batches(rows, size, len(rows), 0, 1)
@@ -255,3 +256,88 @@ def test_large_rows_come_in_an_order_that_nobody_holds(shuffle: bool, monkeypatc
     one.max_rows = 11
     one.go_over(rows, 1)  # type: ignore[arg-type]
     assert sorted(np.concatenate([one.row_ids(0), one.row_ids(1)]).tolist()) == list(range(11))
+
+
+COSTS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 10**12)), min_size=1, max_size=40)
+
+
+def dealt(costs: list[int], world: int, room: int) -> list[list[list[int]]]:
+    n_micro = math.ceil(len(costs) / (world * room))
+    found = balance_rows(np.array(costs, dtype=np.int64), n_micro, world, room)
+    return [[share.tolist() for share in shares] for shares in found]
+
+
+def waited(costs: list[int], plan: list[list[list[int]]]) -> int:
+    """What a step takes: in each micro-batch as long as the costliest cell."""
+    return sum(max(sum(costs[i] for i in share) for share in shares) for shares in plan)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COSTS, st.integers(1, 5), st.integers(1, 4))
+def test_every_row_is_dealt_once_within_the_room(costs: list[int], world: int, room: int) -> None:
+    plan = dealt(costs, world, room)
+    assert sorted(i for shares in plan for share in shares for i in share) == list(range(len(costs)))
+    assert len(plan) == math.ceil(len(costs) / (world * room))
+    for shares in plan:
+        assert len(shares) == world
+        assert all(len(share) <= room and share == sorted(share) for share in shares)
+    assert plan == dealt(costs, world, room)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COSTS, st.integers(1, 5), st.integers(1, 4))
+def test_ranks_do_as_much_as_their_cells_allow(costs: list[int], world: int, room: int) -> None:
+    """Over the step, no two ranks are further apart than the cells of one micro-batch are."""
+    if len(set(costs)) == 1:
+        return
+    loads = [[sum(costs[i] for i in share) for share in shares] for shares in dealt(costs, world, room)]
+    totals = [sum(rank) for rank in zip(*loads, strict=True)]
+    assert max(totals) - min(totals) <= max(max(load) - min(load) for load in loads)
+    # Micro-batches lie in descending order: none holds a cell costlier than one of an earlier micro-batch.
+    assert all(max(b) <= min(a) for a, b in itertools.pairwise(loads))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=6), st.integers(2, 3))
+def test_with_one_row_a_cell_no_other_dealing_is_faster(costs: list[int], world: int) -> None:
+    n_micro = math.ceil(len(costs) / world)
+    places = n_micro * world
+    fastest = min(
+        sum(max(order[i : i + world]) for i in range(0, places, world))
+        for order in itertools.permutations([*costs, *[0] * (places - len(costs))])
+    )
+    if len(set(costs)) > 1:
+        assert waited(costs, dealt(costs, world, 1)) == fastest
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4))
+def test_equal_rows_stay_in_their_order(n: int, world: int, room: int) -> None:
+    plan = dealt([7] * n, world, room)
+    assert [i for shares in plan for share in shares for i in share] == list(range(n))
+    sizes = [len(share) for shares in plan for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_costliest_row_is_dealt_first() -> None:
+    assert dealt([1, 1, 2], 2, 2) == [[[2], [0, 1]]]
+
+
+@pytest.mark.parametrize(("world", "room"), [(2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 2)])
+def test_waiting_nearly_vanishes_on_packed_rows(world: int, room: int) -> None:
+    rng = np.random.default_rng(3)
+    squares = (4096 * rng.lognormal(np.log(1000), 0.7, 256).clip(100, 4096)).astype(np.int64)
+    costs = row_costs(np.full(256, 4096), squares).tolist()
+    in_order = [[list(range(256))[i + r * room :][:room] for r in range(world)] for i in range(0, 256, world * room)]
+    ideal = sum(costs) / world
+    before, after = waited(costs, in_order) / ideal - 1, waited(costs, dealt(costs, world, room)) / ideal - 1
+    assert 0 <= after < before / 4
+    assert after < 0.01
+
+
+def test_a_document_as_long_as_the_model_is_wide_twelve_times_costs_as_much_again() -> None:
+    tokens = np.array([planned.LINEAR_TOKENS, planned.LINEAR_TOKENS, 100])
+    one, many, short = row_costs(tokens, np.array([planned.LINEAR_TOKENS**2, planned.LINEAR_TOKENS, 100**2])).tolist()
+    assert one == 2 * planned.LINEAR_TOKENS**2
+    assert many / planned.LINEAR_TOKENS**2 == pytest.approx(1, rel=1e-4)
+    assert short > 0

@@ -8,17 +8,9 @@ import pyarrow as pa
 import pytest
 
 from tests.data.reading.files import write_stream
+from tuner.data import prepared
 from tuner.data.building.pack import cut, row_batches
-from tuner.data.prepared import (
-    PREPARED_SCHEMA,
-    Flags,
-    PackedRows,
-    PreparedDocuments,
-    arrow,
-    open_prepared,
-    open_stream,
-    view,
-)
+from tuner.data.prepared import Flags, PackedRows, PreparedDocuments, arrow, open_prepared, open_stream, view
 from tuner.errors import DataError
 from tuner.runtime.files import file_entries
 
@@ -47,7 +39,7 @@ def write_prepared(directory: Path, limits: tuple[int, int]) -> Path:
     write_stream(directory / "train.rows.arrow", pa.Table.from_batches(rows))
     (directory / "samples.jsonl").touch()
     files = file_entries(directory)
-    facts = {"schema": PREPARED_SCHEMA, "key": directory.name, "max_length": MAX_LENGTH, "eval_documents": []}
+    facts = {"schema": prepared.PREPARED_SCHEMA, "key": directory.name, "max_length": MAX_LENGTH, "eval_documents": []}
     manifest = facts | {"files": files}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory

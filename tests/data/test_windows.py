@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tuner.config.portions import Late, Portion
 from tuner.config.recipe import DataSection
 from tuner.config.windows import END
-from tuner.data.portions import first_portion, next_portion
+from tuner.data.sources import first_portion, next_portion
 from tuner.errors import DataError
 
 

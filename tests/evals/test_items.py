@@ -9,8 +9,8 @@ import pytest
 
 from tests.fixtures.tables import cases
 from tuner.errors import DataError
-from tuner.evals import items as items_module
-from tuner.evals.items import ChoiceItem, QuestionItem, TextItem, id_of, item_of, items_of, read_items
+from tuner.evals import task as items_module
+from tuner.evals.task import ChoiceItem, QuestionItem, TextItem, id_of, item_of, items_of, read_items
 
 CHOICE = {"prompt": "p", "choices": ["a", "b"], "answer": 1}
 

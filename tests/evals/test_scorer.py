@@ -7,19 +7,16 @@ from hypothesis import strategies as st
 
 from tests.fixtures import quiz
 from tests.fixtures.packed import drawn_root, tiny_root
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files
 from tuner.errors import DataError
 from tuner.evals.figures import figures_of
-from tuner.evals.items import items_of
-from tuner.evals.requests import Asker, ScoreRequest
 from tuner.evals.scorer import Scorer, _documents, _rows, before_stops
-from tuner.evals.task import ItemsTask
+from tuner.evals.task import Asker, ItemsTask, ScoreRequest, items_of
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.train.step import StepConfig
 
-TOKENIZER = TextTokenizer(byte_tokenizer_files())
+TOKENIZER = TextTokenizer(byte_files())
 LONGEST = 48
 
 

@@ -17,15 +17,14 @@ from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.methods import Head
-from tuner.export import frozen, weights
+from tuner.export import weights
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, has_score
 from tuner.model.freeze import frozen_hash
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.quantize.codes import Kind
-from tuner.model.quantize.layers import QuantizeSpec
-from tuner.model.quantize.reading import ReadingQuantizer
+from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.runtime.files import file_entries
@@ -211,5 +210,4 @@ def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(source: object) -> None:
         raise AssertionError("the base model is loaded")
 
-    for module in (frozen, weights):
-        monkeypatch.setattr(module, "base_model", build)
+    monkeypatch.setattr(weights, "base_model", build)

@@ -28,13 +28,12 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.main import main
 from tuner.errors import DataError, MemoryLimitError, RecipeError, VerificationError
 from tuner.export import hf, outputs, tensors, verify
-from tuner.export.answers import Answers, kept, uniform
 from tuner.export.card import curve
+from tuner.export.hf import ExportReport
 from tuner.export.plan import ExportOptions, plan_export
-from tuner.export.report import ExportReport
-from tuner.export.shards import Output, Shards, Written
 from tuner.export.source import resolve, warn_of_better
-from tuner.export.tensors import OpenFiles, held_tensor
+from tuner.export.tensors import OpenFiles, Output, Shards, Written, held_tensor
+from tuner.export.verify import Answers, kept, uniform
 from tuner.export.weights import read_config
 from tuner.export.write import write_config, write_tokenizer
 from tuner.model import vetting

@@ -15,7 +15,7 @@ from tests.export.runs import contents, write_base, write_run
 from tests.fixtures.processes import fork, shim, wait
 from tuner.api.exports import export_hf
 from tuner.errors import MachineError
-from tuner.export import hf, shards
+from tuner.export import hf, tensors
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
 from tuner.export.proof import ExportProof
 from tuner.model.adapter import LoraSpec
@@ -126,7 +126,7 @@ def test_an_error_at_every_call(run: Path, sound: dict[str, bytes], name: str, c
 
 
 def test_a_disk_without_room_is_known_before_anything_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(tensors.files, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match="the export needs .* bytes, 1,000 are free"):
         export(run)
     assert os.listdir(run / "exports") == []

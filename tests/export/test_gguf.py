@@ -21,26 +21,26 @@ from tests.export import runs
 from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, keys_of, write_model, write_tokenizer, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
-from tuner.export import shards
+from tuner.export import tensors
+from tuner.export.gguf import architecture, engine, export, file, source, vocabulary  # noqa: E402
 from tuner.export.source import TRAINED
 from tuner.export.tensors import TensorSource, held_tensor
 from tuner.model.adapter import LoraSpec
-from tuner.rundir.keep import is_held
+from tuner.rundir.checkpoints import is_held
 
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import engine, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(proof, "N_TEXTS", 20)
-    proof.fixed.cache_clear()
+    monkeypatch.setattr(export, "N_TEXTS", 20)
+    export.fixed.cache_clear()
     yield
-    proof.fixed.cache_clear()
+    export.fixed.cache_clear()
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -51,7 +51,7 @@ def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> 
 
     exact, figures = report.exact, report.figures
     assert exact is not None and figures is not None
-    assert exact.difference <= 2e-5 + proof.STEPS * exact.steps and (exact.steps > 0) == family.startswith("gemma")
+    assert exact.difference <= 2e-5 + export.STEPS * exact.steps and (exact.steps > 0) == family.startswith("gemma")
     assert exact.greedy == exact.tokens >= 20 and exact.texts > 60 and exact.chats == 3
     assert exact.kl <= figures.kl < 0.2 and "q8_0: KL" in report.proof() and report.better() == "bf16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
@@ -79,7 +79,7 @@ def test_gelu_is_read_off_a_table_of_float16() -> None:
     x = np.concatenate([np.random.default_rng(0).normal(0, 3, 20_000), [-10, 10, 11, -11]]).astype(np.float32)
     read = table[x.astype(np.float16).view(np.uint16)]
     wanted = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, read))
-    found = gelu.TableGelu()(torch.from_numpy(x)).numpy()
+    found = architecture.TableGelu()(torch.from_numpy(x)).numpy()
     assert (found == wanted).mean() > 0.95 and np.abs(found - wanted).max() < 1e-4  # of tanh near -1 each has its own
 
 
@@ -301,10 +301,10 @@ def test_a_run_of_another_kind_is_refused(facts: Any, message: str, tmp_path: Pa
 def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     facts = json.loads((tmp_path / "tokenizer.json").read_text())
-    assert vocabulary.pre_tokenizer(facts, proof.fixed()[0]) == "gpt-2"
+    assert vocabulary.pre_tokenizer(facts, export.fixed()[0]) == "gpt-2"
     facts["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     with pytest.raises(RecipeError, match="cuts text as this tokenizer does"):
-        vocabulary.pre_tokenizer(facts, proof.fixed()[0])
+        vocabulary.pre_tokenizer(facts, export.fixed()[0])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="the tokenizer has 503 tokens, the model 100 embeddings"):
         vocabulary.vocabulary(tokenizer, 100, [2], [])
@@ -387,7 +387,7 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(file, "_blocks", fails)
     with pytest.raises(TunerError, match="damaged"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
-    monkeypatch.setattr(shards, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(tensors.files, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match=f"{tmp_path}: the export needs .* bytes, 1,000 are free"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -408,9 +408,9 @@ def test_what_stays_wider_in_a_file_of_blocks() -> None:
 def test_steps_are_matched_to_tokens_where_that_is_certain() -> None:
     """llama.cpp leaves out the steps of tokens that end inside a character."""
     steps = [[5, "a"], [7, "b"], [5, "c"]]
-    assert list(proof._aligned([5, 7, 5], steps)) == [(2, "c"), (1, "b"), (0, "a")]
-    assert list(proof._aligned([9, 5, 7, 9, 5], steps)) == [(4, "c"), (2, "b"), (1, "a")]
-    assert list(proof._aligned([5, 5, 7], steps[:2])) == [(2, "b")]  # either 5 may be the first
+    assert list(export._aligned([5, 7, 5], steps)) == [(2, "c"), (1, "b"), (0, "a")]
+    assert list(export._aligned([9, 5, 7, 9, 5], steps)) == [(4, "c"), (2, "b"), (1, "a")]
+    assert list(export._aligned([5, 5, 7], steps[:2])) == [(2, "b")]  # either 5 may be the first
 
 
 SELECTED = '{% for m in messages | selectattr("tools", "undefined") %}{{ m.content }}{% endfor %}'

@@ -9,17 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Mistral3Config,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from tests.export.runs import LORA, PROMPTS, recorded, write_run, write_tokenizer
 from tests.fixtures.tables import cases
@@ -42,14 +34,14 @@ RECIPE: Any = cases(__file__, "recipe")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_check", "ignore:Model has `tie_word_embeddings=True`")
 
 
-def whole_config(kind: str) -> PretrainedConfig:
+def whole_config(kind: str) -> transformers.PretrainedConfig:
     if kind == "gemma3":
-        text = Gemma3TextConfig(**FAMILIES["gemma3"][1], tie_word_embeddings=True)
+        text = transformers.Gemma3TextConfig(**FAMILIES["gemma3"][1], tie_word_embeddings=True)
         vision = {"model_type": "siglip_vision_model", **PICTURES}
-        return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     shape = FAMILIES["mistral"][1]
     vision = {"model_type": "pixtral", "head_dim": 8, **PICTURES}
-    return Mistral3Config(
+    return transformers.Mistral3Config(
         text_config={"model_type": "mistral", **shape}, vision_config=vision, tie_word_embeddings=False
     )
 
@@ -57,7 +49,7 @@ def whole_config(kind: str) -> PretrainedConfig:
 def write_whole(directory: Path, kind: str) -> Path:
     """A whole checkpoint in several files, with a tokenizer, a processor's file and a tensor that no class reads."""
     torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(whole_config(kind), dtype=torch.float32)
+    model = transformers.AutoModelForImageTextToText.from_config(whole_config(kind), dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory, max_shard_size="30KB")
@@ -122,12 +114,13 @@ def is_language(name: str) -> bool:
     return "language_model" in name or "lm_head" in name
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
     return verify.last_logits(model.eval(), PROMPTS)
 
 
-def load_whole(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+def load_whole(directory: Path) -> transformers.PreTrainedModel:
+    auto: Any = transformers.AutoModelForImageTextToText
+    model: transformers.PreTrainedModel = auto.from_pretrained(directory, dtype=torch.float32)
     return model
 
 
@@ -274,7 +267,7 @@ def test_language_model_alone(whole: Path, tmp_path: Path) -> None:
     kind = "Gemma3ForCausalLM" if "gemma3" in str(whole) else "MistralForCausalLM"
     path = export_hf(run, dtype="fp32", text_only=True).path
     assert path.name == "step-7-text" and not (path / "preprocessor_config.json").exists()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert type(model).__name__ == kind
     assert verify.compare(recorded(run), logits(model)).relative <= 1e-4
     assert all(name.startswith(("model.", "lm_head.")) for name in tensors(path))

@@ -13,9 +13,9 @@ from tests.export.runs import LORA, PROMPTS, copied, once, recorded, write_base,
 from tuner.api.exports import export_hf
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import quantized, verify
-from tuner.export.answers import POSITIONS
+from tuner.export import verify, weights
 from tuner.export.outputs import ExportedValues
+from tuner.export.verify import POSITIONS
 from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
@@ -137,7 +137,7 @@ def test_codes_of_a_layer_that_are_swapped_are_found(
         found = quantize(weight, kind, name)
         return Quantized(found.codes.flip(0), found.scales, found.columns) if name == HEADS else found
 
-    monkeypatch.setattr(quantized, "quantize", swapped)
+    monkeypatch.setattr(weights, "quantize", swapped)
     with pytest.raises(VerificationError) as failure:
         export_hf(run, **how)  # type: ignore[arg-type]
     assert failure.value.exit_code == 6
@@ -152,7 +152,7 @@ def test_what_is_written_is_what_was_measured(make_run: MakeRun, monkeypatch: py
 
 
 def _other(values: ExportedValues) -> ExportedValues:
-    values._base = quantized.quantized_base(values._source, values._trained.plain)
+    values._base = weights.quantized_base(values._source, values._trained.plain)
     return values
 
 

@@ -19,9 +19,8 @@ from tests.fixtures import forked
 from tuner.api.exports import export_hf
 from tuner.errors import RecipeError, VerificationError
 from tuner.export import padding
-from tuner.export.answers import Answers, divergence, pairs
 from tuner.export.source import resolve
-from tuner.export.verify import Probes, last_logits
+from tuner.export.verify import Answers, Probes, divergence, last_logits, pairs
 from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.rundir.layout import TOKENIZER

@@ -166,9 +166,9 @@ def _code(place: Place, **config: Any) -> None:
 
 def byte_tokenizer(directory: Path) -> None:
     """Write the tokenizer of bytes into a directory."""
-    from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
+    from tuner.data.encoding.tokenizer import byte_files
 
-    for name, data in byte_tokenizer_files().items():
+    for name, data in byte_files().items():
         (directory / name).write_bytes(data)
 
 

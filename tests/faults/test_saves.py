@@ -19,7 +19,7 @@ from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import MachineError
-from tuner.rundir.keep import prune
+from tuner.rundir.checkpoints import prune
 from tuner.runtime.files import sweep
 
 

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.model.tiny import family_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.config.recipe import Recipe
-from tuner.init_from.plan import InitPlan
+from tuner.init_from.match import InitPlan
 from tuner.model.build import model_config
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.initial import planned
-from tuner.setup.model import assembled
+from tuner.setup.model import Built, assembled
 from tuner.setup.resolve import model_spec, resolve
 from tuner.setup.specs import assembly_spec, trainable_of
-from tuner.setup.weight_facts import Built
 
 LORA = {"kind": "lora", "r": 4, "alpha": 8}
 TENSORS = dict[str, torch.Tensor]

@@ -1,4 +1,6 @@
-"""What a model is built with when `model.init_from` names weights: to the last bit what the sources hold."""
+"""What a model is built with when `model.init_from` names weights: to the last bit what the sources hold, and the
+report of it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,23 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.export.runs import write_base, write_run
-from tests.init_from.built import (
-    LORA,
-    TENSORS,
-    built,
-    given,
-    held,
-    recipe_of,
-    rewrite,
-    same,
-    values,
-    write_family,
-    write_peft,
-)
+from tests.init_from import built as places
+from tests.init_from.built import LORA, TENSORS, built, given, held, planned_for, recipe_of, same, values, write_family
 from tests.train.synthetic import MAX_LENGTH
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest
+from tuner.init_from.give import report, summary
 from tuner.model.adapter import LoraSpec
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import resolve
@@ -33,7 +25,7 @@ from tuner.setup.resolve import resolve
 @pytest.fixture(scope="module")
 def lora(base: Path) -> tuple[Path, TENSORS]:
     """An adapter as peft saves it, and what it makes of the base."""
-    return write_peft(base, base.parent / "lora")
+    return places.write_peft(base, base.parent / "lora")
 
 
 def test_a_model_directory_replaces_every_weight(base: Path, other: Path) -> None:
@@ -77,7 +69,7 @@ def foreign(name: str) -> str:
 
 
 def test_names_of_others_become_ours(base: Path, other: Path, tmp_path: Path) -> None:
-    theirs = rewrite(other, tmp_path / "theirs", foreign)
+    theirs = places.rewrite(other, tmp_path / "theirs", foreign)
     assert "transformer.h.0.attn.q_proj.weight" in load_file(theirs / "model.safetensors")
     model = built(recipe_of(base, {"path": str(theirs), "rename": FOREIGN}))
     assert not same(values(model), held(other))
@@ -91,7 +83,7 @@ def test_our_names_become_those_of_others(tmp_path: Path) -> None:
         moved = name.replace("h.", "model.layers.", 1).replace(".attn.", ".self_attn.")
         return moved if name.startswith("h.") else name
 
-    theirs = rewrite(source, tmp_path / "theirs", as_llama)
+    theirs = places.rewrite(source, tmp_path / "theirs", as_llama)
     rename = {"model.layers.*.self_attn.**": "transformer.h.{1}.attn.{2}", "model.layers.**": "transformer.h.{1}"}
     model = built(recipe_of(model, {"path": str(theirs), "rename": rename}))
     assert not same(values(model), held(source))
@@ -146,7 +138,7 @@ def test_a_run_of_an_adapter_merges_as_its_export_does(tmp_path: Path) -> None:
     ids=["lora", "rslora", "dora", "modules_to_save"],
 )
 def test_an_adapter_of_peft_merges_as_peft_does(base: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    adapter, merged = write_peft(base, tmp_path / "adapter", **config)
+    adapter, merged = places.write_peft(base, tmp_path / "adapter", **config)
     found = values(built(recipe_of(base, str(adapter))))
     for name, tensor in merged.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
@@ -231,3 +223,28 @@ def test_a_reference_is_the_model_as_it_begins(base: Path, lora: tuple[Path, TEN
     for entries, reference in (((), "adapter_off"), ((str(adapter),), "columns")):
         recipe = recipe_of(base, *entries, adapter=LORA, method={"kind": "dpo"})
         assert getattr(resolve(recipe, MAX_LENGTH, RankInfo()).recipe.method, "reference") == reference  # noqa: B009
+
+
+REPORT = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+SUMMARY = """\
+model directory /models/theirs: 18 of 21 weights, 20 renamed, 1 grown, 2 replaced by a later entry, \
+1 without a place, 1 missing there
+model directory /models/base: 2 of 21 weights
+adapter /models/adapter: 2 of 21 weights, 2 merged
+1 weight stays as it was"""
+
+
+def test_the_report_says_where_every_weight_comes_from(tmp_path: Path) -> None:
+    base = write_family(tmp_path / "base", vocabulary=101)
+    small = write_family(tmp_path / "small", seed=2)
+    theirs = places.rewrite(small, tmp_path / "theirs", lambda name: foreign(name).replace("lm_head", "extra_head"))
+    adapter, _ = places.write_peft(base, tmp_path / "adapter")
+    recipe = recipe_of(
+        base,
+        {"path": str(theirs), "rename": FOREIGN, "grow": True, "strict": False},
+        {"path": str(base), "load": ["layers.1.mlp"], "exclude": ["up_proj"]},
+        {"path": str(adapter), "load": ["layers.0"]},
+    )
+    plan = planned_for(recipe)
+    assert report(plan).replace(str(tmp_path), "/models") == REPORT
+    assert summary(plan).replace(str(tmp_path), "/models") == SUMMARY

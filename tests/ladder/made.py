@@ -1,14 +1,24 @@
-"""Points of which the law is known, and published ones."""
+"""Points of which the law is known, and published ones.
 
+And a tiny ladder: a directory with a model's config, rows of text and the recipe `ladder.yaml`.
+"""
+
+import json
 import math
+import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from ruamel.yaml import YAML
 
+from tests.caches import new_cache
+from tuner.config.paths import recipes_dir
+from tuner.ladder.fit import CurveFamily
 from tuner.ladder.points import Point, short
-from tuner.ladder.robust import CurveFamily
 
 CEREBRAS = Path(__file__).with_name("cerebras.csv")
 """Losses on the Pile's test split, and mean accuracy of tasks: Dey et al., Cerebras-GPT, 2023 (arXiv:2304.03208)."""
@@ -73,3 +83,25 @@ def require_derivatives(curve: CurveFamily, at: Sequence[float], step: float = 1
     here, moves = np.array([at]), step * np.eye(len(at))
     up, down = curve.at(here + moves).values, curve.at(here - moves).values
     np.testing.assert_allclose(curve.at(here).derivatives[0], (up - down).T / (2 * step), atol=1e-8)
+
+
+WORDS = ("the", "rung", "above", "learns", "a", "little", "more", "of", "same", "text", "than", "below")
+
+
+def ladder_tree(**ladder: Any) -> dict[str, Any]:
+    """The recipe of `ladder.yaml` beside this file, with keys of its ladder replaced."""
+    tree = dict(YAML(typ="safe").load(Path(__file__).with_name("ladder.yaml")))
+    tree["ladder"] |= ladder
+    return tree
+
+
+def write_ladder_files(directory: Path, **ladder: Any) -> Path:
+    """Write the files; the recipe's path."""
+    shutil.copytree(recipes_dir() / "models" / "tiny-llama", directory / "model")
+    new_cache(directory / "cache")
+    rng = random.Random(0)
+    texts = (" ".join(rng.choices(WORDS, k=rng.randint(10, 60))) for _ in range(120))
+    (directory / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = directory / "ladder.yaml"
+    path.write_text(json.dumps(ladder_tree(**ladder)))
+    return path

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.fixtures.tables import cases
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError, TunerError
-from tuner.ladder.marks import Mark, marks_csv, with_prefix
 from tuner.ladder.points import Point, by_rung, parse_points, points_of, read_points, short, with_figure
+from tuner.ladder.record import Mark, marks_csv, with_prefix
 
 LADDER = """rung,parameters,total_parameters,multiple,phase,step,tokens,loss,a/acc
 190M,190354176,2e8,0.5,pre-decay,10,1000000000,3.1,0.3

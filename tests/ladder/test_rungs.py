@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tests.ladder.ladders import ladder_tree, write_ladder_files
-from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import RecipeText, load_recipe
-from tuner.config.overrides import Override
+from tests.ladder.made import ladder_tree, write_ladder_files
+from tuner.config.load import Override, RecipeText, load_recipe, recipe_dict, recipe_yaml
 from tuner.errors import RecipeError
 from tuner.ladder.rungs import Proportions, rungs_of, shape_of
 

@@ -66,11 +66,7 @@ def take(
 
 
 def check(  # noqa: PLR0917 - what a case is made of
-    kind: str,
-    directory: Path,
-    level: Any = "none",
-    lora: LoraSpec | None = None,
-    backend: str = "",
+    kind: str, directory: Path, level: Any = "none", lora: LoraSpec | None = None, backend: str = "",
     allowed: float = 1e-3,
 ) -> None:
     """The branch of CUDA gives the loss and the gradients of the blocks of products, in two rows."""

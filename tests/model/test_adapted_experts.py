@@ -221,8 +221,7 @@ def test_experts_that_are_not_called_are_refused() -> None:
 
 
 def test_a_base_of_codes_keeps_its_experts_whole_under_their_adapters(tmp_path: Path) -> None:
-    from tuner.model.quantize.layers import QuantizeSpec, left_whole
-    from tuner.model.quantize.reading import ReadingQuantizer
+    from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer, left_whole
 
     built("qwen3-moe").save_pretrained(tmp_path)
     quantizer = ReadingQuantizer(QuantizeSpec("nf4", ()))

@@ -27,7 +27,7 @@ from tuner.model.adapted_products import Together, adapted_products, take_togeth
 from tuner.model.adapter import ADAPTER, LoraSpec, adapter_off, add_lora, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.documents import Padding
-from tuner.model.quantize import product, rows
+from tuner.model.quantize import linear
 from tuner.model.quantize.codes import Kind, dequantize, quantize
 from tuner.model.quantize.layers import QuantizeSpec, quantize_
 from tuner.model.root import CausalLM
@@ -83,7 +83,7 @@ def plain(values: dict[str, Any], is_whole: bool) -> list[torch.Tensor]:
 def test_values_and_gradients_are_the_plain_ones(
     count: int, is_whole: bool, bias: bool, kind: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(product.TILE_BYTES, "cpu", 4096)  # several tiles of a quantised weight
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", 4096)  # several tiles of a quantised weight
     values = given(count, torch.float32 if kind else torch.float64, bias, kind)
     leaves = [values["source"], values["downs"], *values["ups"]]
     found, wanted = adapted_products(*asked(values, is_whole)), plain(values, is_whole)
@@ -140,7 +140,7 @@ def on_gpu(run: Callable[[], Any]) -> Any:
         output.copy_(dequantize(codes, scales, output.shape[1], output.dtype))
 
     way = patch.object(cuda_attention, "way_on", lambda *given: "blocks")
-    with traced_for("cuda"), way, patch.object(rows, "launch", decode):
+    with traced_for("cuda"), way, patch.object(linear, "launch", decode):
         return run()
 
 

@@ -1,26 +1,29 @@
-"""What is trained is the model that transformers loads, causal and one document at a time; anything else is refused."""
+"""What is trained is the model that transformers loads, causal and one document at a time, also where a class tells
+by a mask alone where documents lie, or how far back a token sees; anything else is refused.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, PhimoeConfig, PreTrainedModel
+import transformers
+from transformers import AutoModelForCausalLM, PhimoeConfig, PretrainedConfig, PreTrainedModel, Qwen2MoeConfig
 
-from tests.fixtures.packed import drawn_root
+from tests.fixtures.packed import LENGTHS, alone, drawn_root, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE, TOKENS, VOCAB, family_model, tiny_config
 from tuner.errors import RecipeError
 from tuner.model import attention, build
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.decode import greedy
-from tuner.model.probe import plain_twin, require_isolation
+from tuner.model.probe import plain_twin, prove_route, require_isolation
 from tuner.model.root import CausalLM
 
 
 def bloom(directory: Path) -> PreTrainedModel:
     """A Bloom whose logits spread, as transformers saves it."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(BloomConfig(**TOKENS, hidden_size=32, n_layer=2, n_head=4))
+    model = AutoModelForCausalLM.from_config(transformers.BloomConfig(**TOKENS, hidden_size=32, n_layer=2, n_head=4))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(directory)
@@ -88,3 +91,36 @@ def test_what_a_class_says_it_never_trains_is_seen_however_it_says_so(module: st
     from tuner.model.build import _UNTRAINED
 
     assert _UNTRAINED.search(getsource(import_module(module)))
+
+
+WINDOW = 8
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SOME = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
+CASES: dict[str, tuple[PretrainedConfig, list[int | None]]] = {
+    "stablelm": (transformers.StableLmConfig(**SHAPE), [None, None]),
+    "nemotron": (transformers.NemotronConfig(**SHAPE, head_dim=8), [None, None]),
+    "qwen2_moe": (Qwen2MoeConfig(**SHAPE, **EXPERTS, **SOME, shared_expert_intermediate_size=16), [None, WINDOW]),
+    "phimoe": (PhimoeConfig(**SHAPE, num_local_experts=4, sliding_window=WINDOW), [WINDOW, WINDOW]),
+    "phimoe without": (PhimoeConfig(**SHAPE, num_local_experts=4), [None, None]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_lie_end_to_end(name: str, tmp_path: Path) -> None:
+    config, windows = CASES[name]
+    root = drawn_root(config, tmp_path)
+    for parameter in root.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    layers = root.model.model.layers
+    assert [getattr(layer.self_attn, "tuner_window", None) for layer in layers] == windows
+    assert root.layout.route == "flat" and prove_route(root, VOCAB, True, max(LENGTHS)) is None
+    inputs, everywhere = packed_inputs(random_ids(VOCAB), LENGTHS), torch.arange(sum(LENGTHS))
+    with torch.no_grad():
+        packed = root.logits(inputs["input_ids"], inputs["position_ids"], LENGTHS, everywhere)
+        assert relative(packed, root.model.lm_head(alone(root, inputs["input_ids"], LENGTHS))) < 1e-5
+
+
+def test_a_model_whose_layers_hand_on_what_they_take_is_left_as_it_is(tmp_path: Path) -> None:
+    Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=16).save_pretrained(tmp_path)
+    model = build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1)
+    assert not any("forward" in vars(module) or hasattr(module, "tuner_window") for module in model.modules())

@@ -19,12 +19,11 @@ from tests.fixtures.packed import drawn_root, gradient, packed_inputs, relative
 from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, adapter_off, lora_layers
-from tuner.model.blocks import apply_recompute, compile_blocks
+from tuner.model.blocks import apply_recompute, compile_blocks, handing_on_counts
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.library import native_problem
-from tuner.model.outside import handing_on_counts
 from tuner.model.root import CausalLM
 from tuner.runtime.device import compiler_problem, triton_problem
 

@@ -1,6 +1,8 @@
-"""Later flash attentions: taken where installed, on their devices, once they give the second one's results."""
+"""Later flash attentions: taken where installed, on their devices, once they give the second one's results; and the
+fastest way that is right, of a table of stand-ins.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +16,14 @@ from tests.model.cuda_branch import config_of, triton_stand_in
 from tests.model.flash4_stand_in import StandIn, flash4_stand_in
 from tests.model.varlen_stand_in import CALLS
 from tuner.config.load import load_recipe
-from tuner.model import cuda_attention, flash4_attention, flash_attention, flash_versions
-from tuner.model.flash_versions import (
-    FLASH_3,
-    FLASH_4,
-    WAY_TO_FLASH_4,
-    Heads,
-    Version,
-    fastest_version,
-    kernel_and_reason,
-    use_flash_version,
-)
+from tuner.model import cuda_attention, flash4_attention, flash_attention
+from tuner.model import fastest as module
+from tuner.model.fastest import FLASH_3, FLASH_4, Candidate, Heads, Version, fastest, fastest_version
 from tuner.runtime.device import traced_for
 from tuner.runtime.dist import RankInfo
 
 CPU, NOWHERE = torch.device("cpu"), Path("cache")
-FA2_OF_4 = f"flash attention 2 (for this device there is flash attention 4: {WAY_TO_FLASH_4})"
+FA2_OF_4 = f"flash attention 2 (for this device there is flash attention 4: {module.WAY_TO_FLASH_4})"
 FA3, FA4 = "flash attention 3: flash-attn-3 is installed", "flash attention 4: flash-attn-4 is installed"
 
 
@@ -69,16 +63,16 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
         monkeypatch.setattr(flash_attention, "varlen_attn", varlen_attn)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
         monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
-        monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
-        flash_versions._tried.cache_clear()
-        monkeypatch.setattr(flash_versions, "_ours", [])
+        monkeypatch.setattr(module, "_is_there", lambda module: True)
+        module._tried.cache_clear()
+        monkeypatch.setattr(module, "_ours", [])
         CALLS.clear()
         with triton_stand_in():
             yield found
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    monkeypatch.setattr(flash_versions, "_is_there", lambda module: module in modules)
+    monkeypatch.setattr(module, "_is_there", lambda module: module in modules)
 
 
 def changed(kind: str, **changes: Any) -> PretrainedConfig:
@@ -91,8 +85,8 @@ def changed(kind: str, **changes: Any) -> PretrainedConfig:
 def use(kind: str, generation: int, wanted: str | None = None, **changes: Any) -> str:
     config = changed(kind, **changes)
     with traced_for("cuda", generation=generation):
-        use_flash_version(config, CPU, NOWHERE, wanted)
-        return kernel_and_reason(config, generation, "bf16", is_here=True)
+        module.use_flash_version(config, CPU, NOWHERE, wanted)
+        return module.kernel_and_reason(config, generation, "bf16", is_here=True)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +175,8 @@ def test_the_fastest_right_one_is_found(
         assert {one.longest for one in launches} <= {300}, "documents that are timed are bounded"
         return times.get(FLASH_4.name if launches else FLASH_3.name if there.changes else "usual", 1.0)
 
-    monkeypatch.setattr(flash_versions, "MOST_TOKENS", 300)
-    monkeypatch.setattr(flash_versions, "seconds_on", lambda device: seconds)
+    monkeypatch.setattr(module, "MOST_TOKENS", 300)
+    monkeypatch.setattr(module, "seconds_on", lambda device: seconds)
     with traced_for("cuda", generation=9):
         found = fastest_version(changed("llama"), CPU, NOWHERE, 10**6)
     assert found is not None and found.name == name
@@ -202,12 +196,13 @@ def test_layers_of_several_kinds_are_told_apart(there: Torch, monkeypatch: pytes
     config = Gemma4TextConfig(num_attention_heads=2, num_key_value_heads=1)
     assert {heads.widest for heads in Heads.of(config)} == {256, 512}
     words = "tuner's Triton kernel: heads have 512 channels"
-    assert set(kernel_and_reason(config, 8, "bf16", is_here=False).split("; ")) == {"flash attention 2", words}
+    assert set(module.kernel_and_reason(config, 8, "bf16", is_here=False).split("; ")) == {"flash attention 2", words}
     only(monkeypatch, FLASH_3.module)
     with traced_for("cuda", generation=9):
-        use_flash_version(config, CPU, NOWHERE)
+        module.use_flash_version(config, CPU, NOWHERE)
     assert there.active == "FA3"
-    assert (Heads.of(MambaConfig()), kernel_and_reason(MambaConfig(), 9, "bf16", True)) == ([], "the model's own")
+    assert Heads.of(MambaConfig()) == []
+    assert module.kernel_and_reason(MambaConfig(), 9, "bf16", True) == "the model's own"
 
 
 def test_layers_that_a_version_does_not_take_are_named(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +233,7 @@ def test_a_package_is_looked_for_and_not_imported(tmp_path: Path, monkeypatch: p
     (tmp_path / "later_flash_attention.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
     names = ("later_flash_attention", "no_flash_attention", "no_flash_attention.cute.interface")
-    assert [flash_versions._is_there(name) for name in names] == [True, False, False]
+    assert [module._is_there(name) for name in names] == [True, False, False]
 
 
 def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -250,7 +245,66 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     resolved, chosen = resolve(recipe.recipe, 64, RankInfo()), []
     monkeypatch.setattr(model, "_device", lambda facts, rank_info: torch.device("cuda", 0))
     take = "use_flash_version"
-    monkeypatch.setattr(flash_versions, take, lambda config, device, *_: chosen.append((config.model_type, device)))
+    monkeypatch.setattr(module, take, lambda config, device, *_: chosen.append((config.model_type, device)))
     monkeypatch.setattr(model, "assembled", lambda *args: None)
     model.assemble_model(resolved, RankInfo())
     assert chosen == [("llama", torch.device("cuda", 0))]
+
+
+RIGHT = [torch.tensor([1.0, -2.0]), torch.tensor([3.0])]
+OFF = [torch.tensor([1.0, -2.0]), torch.tensor([3.2])]
+NAN = [torch.tensor([1.0, torch.nan]), torch.tensor([3.0])]
+
+
+def candidate(name: str, results: Sequence[torch.Tensor] | str, took: float | str) -> Candidate:
+    def given(value: Any) -> Any:
+        if isinstance(value, str):
+            raise RuntimeError(f"{value}\nand more")
+        return value
+
+    return Candidate(name, lambda: given(results), lambda: given(took))
+
+
+def seconds(work: Any) -> float:
+    took: float = work()
+    return took
+
+
+@pytest.mark.parametrize(
+    ("others", "taken", "passed_over"),
+    [
+        ([("a", RIGHT, 0.5), ("b", RIGHT, 0.4)], "b", {}),
+        ([("a", RIGHT, 0.98)], "usual", {}),
+        ([("a", RIGHT, 2.0)], "usual", {}),
+        ([("a", OFF, 0.01), ("b", RIGHT, 0.9)], "b", {"a": "its results differ by 6.7%"}),
+        ([("a", NAN, 0.01)], "usual", {"a": "its results differ by nan%"}),
+        ([("a", "no kernel image", 0.01), ("b", RIGHT, 0.5)], "b", {"a": "no kernel image"}),
+        ([("a", RIGHT, "out of memory"), ("b", RIGHT, 0.5)], "b", {"a": "out of memory"}),
+        ([("a", "", 0.01)], "usual", {"a": "and more"}),
+        ([], "usual", {}),
+    ],
+)
+def test_the_fastest_right_one_is_taken(others: list[tuple[Any, ...]], taken: str, passed_over: dict[str, str]) -> None:
+    given = [candidate(*other) for other in others]
+    found = fastest(candidate("usual", RIGHT, 1.0), given, 2e-2, seconds)
+    assert (found.name, found.passed_over) == (taken, passed_over)
+    right = {name: took for name, results, took in others if name not in passed_over}
+    assert found.milliseconds == pytest.approx({"usual": 1e3, **{name: took * 1e3 for name, took in right.items()}})
+
+
+def test_what_the_usual_way_raises_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fastest(candidate("usual", "out of memory", 1.0), [], 2e-2, seconds)
+
+
+def test_it_is_said_in_a_few_words() -> None:
+    found = module.Fastest("b", {"usual": 9.71, "b": 8.0}, {"a": "no kernel image"})
+    assert str(found) == "b 8 ms, usual 9.71 ms, a passed over: no kernel image"
+
+
+def test_work_is_timed_some_rounds_and_the_first_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, calls = iter([9.0, 9.0, 0.3, 0.1, 0.2, 9.0, 0.2]), []
+    clock = iter(value for took in times for value in (100.0, 100.0 + took))
+    monkeypatch.setattr("tuner.model.fastest.time.perf_counter", lambda: next(clock))
+    assert module.seconds_on(torch.device("cpu"))(lambda: calls.append(1)) == pytest.approx(0.2)
+    assert len(calls) == 7

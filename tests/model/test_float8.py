@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.fixtures.operations import Operations
+from tests.fixtures.tensors import Operations
 from tests.model.tiny import family_model
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import RecipeError

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from tests.model.tiny import SHAPE
 from tuner.model.build import ModelSpec, build_model, meta_model
-from tuner.parallel.gathers import rounded_weights
+from tuner.parallel.fsdp import rounded_weights
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},

@@ -18,11 +18,8 @@ from tuner.model.root import CausalLM
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    st.sampled_from([(1, 1), (4, 2), (3, 3)]),
-    st.sampled_from([0, 1, 3]),
-    st.integers(1, 12),
-    st.floats(0, 0.999),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    st.sampled_from([0, 1, 3]), st.integers(1, 12), st.floats(0, 0.999),
 )
 def test_the_largest_logit_is_that_of_the_whole_table(
     lengths: list[int], heads: tuple[int, int], window: int, rows: int, rows_at: float

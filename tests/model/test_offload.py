@@ -61,10 +61,7 @@ def gradients_of(root: CausalLM) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "lora", "level"),
     [
-        ("llama", None, "full"),
-        ("llama", LORA, "selective"),
-        ("gpt2", None, "full"),
-        ("qwen3-moe", None, "selective"),
+        ("llama", None, "full"), ("llama", LORA, "selective"), ("gpt2", None, "full"), ("qwen3-moe", None, "selective"),
         pytest.param("llama", None, "selective", marks=pytest.mark.slow),
         pytest.param("llama", LORA, "full", marks=pytest.mark.slow),
         pytest.param("gpt2", None, "selective", marks=pytest.mark.slow),

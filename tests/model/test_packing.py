@@ -1,13 +1,17 @@
-"""Packed rows give the logits and gradients of each document alone, on every attention flavour."""
+"""Packed rows give the logits and gradients of each document alone, on every attention flavour, and read nothing
+back from the device.
+"""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from tests.fixtures.packed import LENGTHS, drawn_root, figures, random_ids, relative, smollm2, tiny_root
+from tests.fixtures.packed import LENGTHS, drawn_root, figures, packed_inputs, random_ids, relative, smollm2, tiny_root
 from tests.model.tiny import SHAPE, TINY, tiny_config
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
@@ -106,3 +110,21 @@ def test_what_is_made_of_a_model_is_made_once(tmp_path: Path) -> None:
     assert root.parts.padding == Padding(64, 64)
     with pytest.raises(AssertionError, match="padding: made of this model already"):
         root.parts.complete(padding=Padding(32, 32))
+
+
+READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("llama", "gpt2", "gemma3") else pytest.mark.slow) for kind in TINY]
+)
+def test_a_microbatch_reads_nothing_back(kind: str, tmp_path: Path) -> None:
+    root, inputs = tiny_root(kind, tmp_path), packed_inputs(random_ids(97), LENGTHS)
+    root.train()
+    for watched in (nullcontext(), profile(activities=[ProfilerActivity.CPU])):
+        with watched as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+            root(document_lengths=LENGTHS, **inputs).backward()  # the first time makes the masks of this layout
+    assert seen is not None
+    names = {event.key for event in seen.key_averages()}
+    assert "aten::mm" in names or "aten::addmm" in names
+    assert not names & READS

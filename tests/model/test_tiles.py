@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tests.fixtures.operations import Operations
 from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids, relative
+from tests.fixtures.tensors import Operations
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
 from tuner.model import blocks as recomputing
@@ -67,12 +67,8 @@ def test_gradients_are_the_plain_models(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("level", "native"),
     [
-        ("none", False),
-        ("selective", True),
-        ("full", False),
-        ("full", True),
-        pytest.param("none", True, marks=pytest.mark.slow),
-        pytest.param("selective", False, marks=pytest.mark.slow),
+        ("none", False), ("selective", True), ("full", False), ("full", True),
+        pytest.param("none", True, marks=pytest.mark.slow), pytest.param("selective", False, marks=pytest.mark.slow),
     ],
 )
 def test_with_every_level_and_kernels_and_offload(level: Level, native: bool, tmp_path: Path) -> None:

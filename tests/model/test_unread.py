@@ -14,11 +14,10 @@ from tuner.errors import DataError, RecipeError
 from tuner.model import unread as module
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.freeze import frozen_hash
-from tuner.model.mapped import InFile
 from tuner.model.probe import require_isolation
-from tuner.model.published import published
 from tuner.model.root import CausalLM
-from tuner.model.unread import UnreadWeights, WeightPiece, _box, _pattern
+from tuner.model.stored import published
+from tuner.model.unread import InFile, UnreadWeights, WeightPiece, _box, _pattern
 from tuner.runtime.parts import Box
 from tuner.setup import hashes
 from tuner.setup.hashes import FrozenHash

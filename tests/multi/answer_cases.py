@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.fixtures.operations import Operations, collectives
-from tests.fixtures.tensors import whole
+from tests.fixtures.tensors import Operations, collectives, whole
 from tests.train.answers import Answers
 from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for
 from tuner.config.load import load_recipe

@@ -22,13 +22,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.fixtures.operations import Operations, collectives
-from tests.fixtures.tensors import whole
+from tests.fixtures.tensors import Operations, collectives, whole
 from tests.multi.answer_cases import run_answers
 from tests.multi.launcher import bound_listener, open_store
 from tests.train.synthetic import assembly_for, recipe_for
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.model import tiles
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions

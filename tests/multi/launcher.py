@@ -32,11 +32,8 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_cases(cases: list[dict[str, Any]], directory: Path) -> None:
     """Have `case_worker.py`, started once, run all of them and write what they gave into the directory."""
     done = forked.run(
-        [sys.executable, str(CASE_WORKER), json.dumps(cases), str(directory)],
-        env=environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, str(CASE_WORKER), json.dumps(cases), str(directory)], env=environment(directory),
+        capture_output=True, text=True, timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

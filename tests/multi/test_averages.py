@@ -10,8 +10,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import lines
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions
 

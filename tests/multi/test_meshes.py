@@ -9,12 +9,12 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.parallel.cut_rows import Case, write
-from tests.parallel.test_replicas import flip
+from tests.parallel.test_health import flip
 from tests.train.synthetic import resume
 from tuner.checkpoint.load import content_sha256, read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.parallel.replicas import Copy, first_difference, sums_of
+from tuner.parallel.health import Copy, first_difference, sums_of
 from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, run_tensors

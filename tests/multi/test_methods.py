@@ -65,11 +65,8 @@ def preferred(found: Losses) -> torch.Tensor:
 
 
 PLAIN = {
-    "token": mean_by(lambda n: n),
-    "document": mean_by(lambda n: 1),
-    "sqrt": mean_by(lambda n: n**0.5),
-    "averaged": mean_by(lambda n: 1),
-    "preferred": preferred,
+    "token": mean_by(lambda n: n), "document": mean_by(lambda n: 1), "sqrt": mean_by(lambda n: n**0.5),
+    "averaged": mean_by(lambda n: 1), "preferred": preferred,
 }
 
 

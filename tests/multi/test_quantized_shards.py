@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.tensors import whole
 from tuner.model.quantize.codes import Kind, quantize
-from tuner.model.quantize.product import quantized_linear
+from tuner.model.quantize.linear import quantized_linear
 
 SHAPES = ((64, 130), (5, 64), (1, 5), (130, 1))
 """Rows and columns of the layers: also fewer rows than processes, and other numbers of them on each."""

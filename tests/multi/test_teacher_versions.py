@@ -10,7 +10,7 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import lines
 from tests.multi.launcher import run_cases
-from tests.run import test_bank, test_teacher_versions
+from tests.run import test_init_from, test_teacher_versions
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 
@@ -53,7 +53,7 @@ def test_one_process_and_two_learn_from_the_same_versions(tmp_path: Path) -> Non
 def test_one_process_and_two_take_the_same_weights_and_have_their_hashes(tmp_path: Path) -> None:
     """Frozen weights, and embeddings of which a version has the first rows alone."""
     entry = {"path": str(tmp_path / "versions"), "load": ["self_attn", "embed_tokens"], "every": "3 steps"}
-    runs = take(tmp_path, {"model.init_from": json.dumps([{**entry, "grow": True}])}, test_bank.publish_few, [])
+    runs = take(tmp_path, {"model.init_from": json.dumps([{**entry, "grow": True}])}, test_init_from.publish_few, [])
     for step, name in ((2, "step-10"), (3, "step-20"), (7, "step-20")):
-        one, two = (test_bank.facts(run, step) for run in runs)
+        one, two = (test_init_from.facts(run, step) for run in runs)
         assert one == two and one[0] == name

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.model.tiny import tiny_config
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model

@@ -1,20 +1,26 @@
-"""A model in shards over two processes is the model: its values, its buffers, and the sum of its gradients."""
+"""A model in shards over two processes is the model: its values, its buffers, and the sum of its gradients; weights
+gathered in bfloat16 are those that autocast rounds anyway, and a norm does not depend on how gradients are
+divided.
+"""
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.tensors import whole
-from tests.model.tiny import VOCAB, tiny_config
+from tests.model.tiny import FAMILIES, VOCAB, family_model, tiny_config
+from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
 from tuner.parallel import fsdp
-from tuner.parallel.fsdp import FLAT, shard, squared_norm, sum_whole_gradients, sync_gradients
+from tuner.parallel.fsdp import rounded_weights, shard, sum_of_squares, sum_whole_gradients
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.parallel.values import materialise
 from tuner.runtime.dist import RankInfo
@@ -29,12 +35,8 @@ def tiny_model() -> CausalLM:
 
 
 def sharded(
-    rank: int,
-    reshard: bool = True,
-    processes_to_a_copy: int = 2,
-    rounded_to: torch.dtype | None = None,
-    tokens: int | None = None,
-    reduced_in: torch.dtype | None = None,
+    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, rounded_to: torch.dtype | None = None,
+    tokens: int | None = None, reduced_in: torch.dtype | None = None,
 ) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
@@ -84,7 +86,7 @@ def test_one_process_has_its_tensors_whole() -> None:
     root = tiny_model()
     weight = next(root.parameters())
     assert local(weight) is weight
-    sync_gradients(root, False)  # nothing to sync, nothing to fail
+    fsdp.sync_gradients(root, False)  # nothing to sync, nothing to fail
 
 
 @pytest.mark.multi
@@ -154,13 +156,13 @@ def test_between_micro_batches_a_process_keeps_shards_of_gradients_unless_asked_
 ) -> None:
     def work(rank: int) -> None:
         root, sent = sharded(rank), Sent()
-        sync_gradients(root, False, are_whole)
+        fsdp.sync_gradients(root, False, are_whole)
         with sent:
             step(root, rank)
         assert sent.calls["_reduce_scatter_base_"] == (0 if are_whole else 5)
         parameters = list(root.parameters())
         assert {parameter.grad is None for parameter in parameters} == {are_whole}
-        sync_gradients(root, True, are_whole)
+        fsdp.sync_gradients(root, True, are_whole)
         step(root, rank)
         assert all(local(p.grad).shape == local(p).shape for p in parameters if p.grad is not None)
 
@@ -175,9 +177,9 @@ def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_t
         for seed in (0, 1, 10, 11):
             loss_of(one, seed).backward()
         root = sharded(rank, processes_to_a_copy=processes_to_a_copy)
-        sync_gradients(root, False)
+        fsdp.sync_gradients(root, False)
         loss_of(root, rank).backward()
-        sync_gradients(root, True)
+        fsdp.sync_gradients(root, True)
         loss_of(root, 10 + rank).backward()
         sum_whole_gradients(root.parameters())
         expected = gradients(one)
@@ -190,7 +192,7 @@ def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_t
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("small", [FLAT, 4])
+@pytest.mark.parametrize("small", [fsdp.FLAT, 4])
 def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
     small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +213,72 @@ def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
         assert torch.equal(both.grad, torch.full((2, 3), 3.0))
         assert one.grad is not None and one.grad.tolist() == [1.0, 2.0, 3.0]
         assert (both.grad is given) == (small == 4)
-        share = squared_norm([both.grad, one.grad], Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("none")))
+        share = fsdp.squared_norm([both.grad, one.grad], Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("none")))
         torch.distributed.all_reduce(share)
         assert share.item() == pytest.approx(6 * 9 + 14)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+def loss_and_gradients(root: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    root.train()
+    ids = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
+    places = torch.cat([torch.arange(10), torch.arange(14)])
+    positions = torch.arange(23)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        loss = root(ids, places, (10, 14), positions, ids[1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad.float() for name, p in root.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_before_the_gather_changes_no_bit_of_loss_or_gradient(family: str) -> None:
+    plain = CausalLM(family_model(family, tied=False))
+    rounded = copy.deepcopy(plain)
+    chosen = [weight for block in decoder_blocks(rounded.model) for weight in rounded_weights(block)]
+    for weight in chosen:
+        weight.data = weight.data.bfloat16()
+    assert chosen
+    (one, gradients), (other, found) = loss_and_gradients(plain), loss_and_gradients(rounded)
+    assert torch.equal(one, other)
+    assert gradients.keys() == found.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], found[name])] == []
+
+
+def test_a_layer_with_something_large_that_autocast_leaves_alone_rounds_nothing() -> None:
+    layer = nn.Module()
+    layer.product, layer.norm = nn.Linear(8, 8), nn.LayerNorm(fsdp.SMALL, device="meta")
+    assert rounded_weights(layer) == {layer.product.weight}
+    layer.experts = nn.Parameter(torch.empty(2, fsdp.SMALL // 2 + 1, device="meta"))
+    assert rounded_weights(layer) == set()
+
+
+def test_what_is_not_float32_or_may_do_more_than_multiply_is_not_rounded() -> None:
+    class Router(nn.Linear):
+        """Its forward may be anything."""
+
+    layer = nn.ModuleList([nn.Linear(8, 8, dtype=torch.bfloat16), Router(8, 8), nn.Embedding(8, 8)])
+    assert rounded_weights(layer) == set()
+
+
+@pytest.fixture(scope="module")
+def gradient() -> torch.Tensor:
+    return torch.randn(24576, 576, generator=torch.Generator().manual_seed(0)) * 1e-3
+
+
+def test_a_large_tensor_is_added_up_exactly(gradient: torch.Tensor) -> None:
+    exact = gradient.double().square().sum()
+    assert abs(sum_of_squares([gradient]) / exact - 1) < 1e-7
+    assert abs(torch.linalg.vector_norm(gradient).double().square() / exact - 1) > 1e-4, "else torch's norm would do"
+
+
+def test_shards_add_up_to_the_whole(gradient: torch.Tensor) -> None:
+    shards = [sum_of_squares([piece]) for piece in gradient.split(10000)]
+    assert abs(sum(shards) / sum_of_squares([gradient]) - 1) < 1e-7
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (1,), (3, 5), (4096,), (4097,), (2, 4096), (0, 7)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = 2 * float(tensor.double().square().sum())
+    assert float(sum_of_squares([tensor, tensor.clone()])) == pytest.approx(expected, 1e-6)

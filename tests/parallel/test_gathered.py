@@ -8,8 +8,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
+from tests.fixtures.tensors import Operations
 from tests.model.test_decode import CPU, PROMPTS
 from tests.parallel.test_fsdp import gradients, loss_of, sharded, tiny_model, whole
 from tuner.model.decode import greedy

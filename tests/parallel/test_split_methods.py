@@ -16,8 +16,8 @@ from tests.train.test_answer_losses import PACKED, PLAIN
 from tests.train.test_evaluate import Rows
 from tuner.config.load import load_recipe
 from tuner.data.prepared import PreparedSample
-from tuner.evals.requests import ScoreRequest
 from tuner.evals.scorer import Scorer
+from tuner.evals.task import ScoreRequest
 from tuner.model.build import ModelSpec, build_model, head_layer, meta_model, model_config
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.parallel.assemble import assemble

@@ -10,14 +10,14 @@ from torch import nn
 
 from tests.fixtures.processes import fake_group, run_ranks
 from tests.parallel.meshes import STRIDED, mesh_of, placed
-from tests.parallel.test_replicas import flip
+from tests.parallel.test_health import flip
 from tuner.errors import RecipeError
-from tuner.parallel import fsdp, gathers
+from tuner.parallel import fsdp
 from tuner.parallel.fsdp import dim_to_shard, holders, require_as_declared, squared_norm, sum_whole_gradients
 from tuner.parallel.gathered import whole_bytes
+from tuner.parallel.health import Copy, first_difference, sums_of
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh, MeshSpec
-from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
@@ -68,7 +68,7 @@ def test_what_fsdp_cuts_lies_as_its_placements_say(tmp_path: Path) -> None:
             assert torch.equal(whole(layer.weight), one), name
             # What a forward has: this process's part of the tensor group, as it was before it was sharded.
             assert whole_bytes(layer) == one.numel() * 4 // 2, name
-            found = gathers._unsharded(layer.weight)  # type: ignore[arg-type]
+            found = fsdp._unsharded(layer.weight)  # type: ignore[arg-type]
             assert torch.equal(local(found), before), name
             layer.unshard()  # type: ignore[operator]
             assert torch.equal(local(layer.weight.detach()), before), name

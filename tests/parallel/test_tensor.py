@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from tests.fixtures import tables
-from tests.fixtures.operations import Operations
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, all_batches, differences, split_model, step, whole_model
+from tests.fixtures.tensors import Operations
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec, add_lora

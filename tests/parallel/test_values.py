@@ -1,4 +1,6 @@
-"""What each process reads of a model's files itself, and what rank 0 sends: the values are rank 0's either way."""
+"""What each process reads of a model's files itself, in blocks, every element cast where it goes, and what rank 0
+sends: the values are rank 0's either way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +12,20 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 import tuner.parallel.values
 from tests.fixtures.processes import run_ranks
 from tests.parallel.test_fsdp import tiny_model, whole
-from tuner.model.mapped import in_files, mapped, sampled
+from tuner.errors import DataError
 from tuner.model.root import CausalLM
+from tuner.model.unread import InFile, in_files, mapped, sampled
 from tuner.parallel.fsdp import shard
 from tuner.parallel.mesh import DeviceMeshes, Mesh, MeshSpec
-from tuner.parallel.values import materialise
+from tuner.parallel.values import READERS, FileBlocks, materialise
 from tuner.runtime.dist import RankInfo
 
-values: Any = tuner.parallel.values  # whose names are replaced in forked processes
+values_of: Any = tuner.parallel.values  # whose names are replaced in forked processes
 TABLE = "model.model.embed_tokens.weight"
 
 
@@ -81,17 +85,17 @@ def _lose_it(rank: int, source: CausalLM, file: Path) -> None:
         raise FileNotFoundError(path)
 
     if rank:
-        values.mapped = missing  # in this process
+        values_of.mapped = missing  # in this process
 
 
 def _have_another(rank: int, source: CausalLM, file: Path) -> None:
     if rank:
-        values.mapped = lambda path: mapped(str(file.with_name("other.safetensors")))
+        values_of.mapped = lambda path: mapped(str(file.with_name("other.safetensors")))
 
 
 def _have_a_shorter(rank: int, source: CausalLM, file: Path) -> None:
     if rank:
-        values.mapped = lambda path: mapped(path)[:1000]
+        values_of.mapped = lambda path: mapped(path)[:1000]
 
 
 CASES = {
@@ -137,7 +141,7 @@ def test_values_are_rank_0s(sharded: bool, tmp_path: Path, capfd: pytest.Capture
         sources[what] = _source(case, tmp_path / what)
 
     def work(rank: int) -> None:
-        values._BLOCK = 256
+        values_of._BLOCK = 256
         meshes = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full" if sharded else "none")).device_meshes("cpu")
         for what, case in CASES.items():
             _hold(what, case, sources[what], rank, meshes, tmp_path / what / "model.safetensors")
@@ -152,7 +156,7 @@ def _hold(what: str, case: Case, source: CausalLM, rank: int, meshes: DeviceMesh
     wanted = {name: one.detach().float().clone() for name, one in source.named_parameters()}
     if case.amiss is _write_to_it:
         wanted[TABLE][1] += 1
-    values.mapped = mapped
+    values_of.mapped = mapped
     case.amiss(rank, source, file)
     with torch.device("meta"):
         root = _with_number()
@@ -182,3 +186,55 @@ def test_a_type_that_does_not_hold_the_sources_values_is_a_bug(tmp_path: Path) -
             materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+file_blocks: Any = tuner.parallel.values
+CPU = torch.device("cpu")
+COUNT = 1000
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    monkeypatch.setattr(file_blocks, "BLOCK", 64)
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.fixture
+def place(values: torch.Tensor, tmp_path: Path) -> InFile:
+    (tmp_path / "weights").write_bytes(b"header" + values.view(torch.uint8).numpy().tobytes())
+    return InFile(str(tmp_path / "weights"), 6, torch.bfloat16, (COUNT,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_target_gets_its_elements(values: torch.Tensor, place: InFile, dtype: torch.dtype) -> None:
+    whole, part = torch.empty(10, 100, dtype=dtype), torch.zeros(8, 20, dtype=dtype)
+    number = torch.empty((), dtype=dtype)
+    with FileBlocks(CPU) as blocks:
+        blocks.give(whole, place)
+        blocks.give(part[2:5], place, 137)
+        blocks.give(number, place, COUNT - 1)
+        blocks.give(torch.empty(0), place)
+        assert blocks._n_blocks == 2 * READERS, "memory is a few blocks, whatever is read"
+    assert torch.equal(whole, values.view(10, 100).to(dtype))
+    assert torch.equal(part[2:5].reshape(-1), values[137:197].to(dtype))
+    assert not part[:2].any() and not part[5:].any()
+    assert number == values[-1]
+
+
+def test_parameters_get_theirs_in_place(values: torch.Tensor, place: InFile) -> None:
+    weight = nn.Parameter(torch.zeros(COUNT))
+    with FileBlocks(CPU) as blocks:
+        blocks.give(weight, place)
+    assert torch.equal(weight.detach(), values.float()) and weight.grad_fn is None
+
+
+def test_a_file_that_ends_early_is_named(values: torch.Tensor, place: InFile) -> None:
+    Path(place.path).write_bytes(Path(place.path).read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"weights: it ends before byte \d+"), FileBlocks(CPU) as blocks:
+        blocks.give(torch.empty(COUNT), place)
+
+
+def test_what_failed_besides_is_raised(values: torch.Tensor, place: InFile) -> None:
+    with pytest.raises(KeyError), FileBlocks(CPU) as blocks:
+        blocks.give(torch.empty(COUNT), place)
+        raise KeyError

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from tuner.profile.blocks import AllocatedBlock, Holding, MemoryRecord, Owned, RecordedChange, alike, memory_record
+from tuner.profile.recorder import AllocatedBlock, Holding, MemoryRecord, Owned, RecordedChange, alike, memory_record
 
 RECORD = MemoryRecord(
     [

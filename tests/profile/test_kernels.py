@@ -11,10 +11,9 @@ from torch.nn.attention import varlen
 
 from tests.fixtures.predict_cases import BF16, Case
 from tests.fixtures.predict_counted import resolved_case
-from tuner.profile import kernels
-from tuner.profile.fakes import cuda_stand_in
-from tuner.profile.kernels import grouped_product, keeps_number, scratch_bytes
-from tuner.profile.tracing import trace_step
+from tuner.profile import allocations
+from tuner.profile.allocations import grouped_product, keeps_number, scratch_bytes
+from tuner.profile.tracing import cuda_stand_in, trace_step
 
 assert varlen is not None  # imported for the operations that it registers
 MM = torch.ops.aten.mm.default
@@ -52,7 +51,7 @@ def test_scratch_space_of_longer_products_follows_the_rule_of_the_processor(
     rule: Callable[[int, int], int], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On each processor oneDNN has a rule of its own; the three that are known are given in place of the kernel."""
-    monkeypatch.setattr(kernels, "_asked", lambda func, layouts: rule(layouts[0][0][0], layouts[1][0][1]))
+    monkeypatch.setattr(allocations, "_asked", lambda func, layouts: rule(layouts[0][0][0], layouts[1][0][1]))
     wide = torch.empty(1 << 20, 8, dtype=torch.bfloat16, device="meta")
     assert scratch_bytes(MM, (wide, wide.T), "cpu") == wanted
 
@@ -63,8 +62,8 @@ def test_a_product_too_long_to_be_asked_for_has_the_scratch_space_of_a_real_one(
     """On the processor that is here, whichever rule it follows."""
     first, second = torch.empty(2048, 64, dtype=torch.bfloat16), torch.empty(64, 2048, dtype=torch.bfloat16)
     real = scratch_bytes(MM, (first, second), "cpu")
-    monkeypatch.setattr(kernels, "_LONGEST", (512, 256, 128))
-    monkeypatch.setattr(kernels, "_ASKED", 1 << 24)
+    monkeypatch.setattr(allocations, "_LONGEST", (512, 256, 128))
+    monkeypatch.setattr(allocations, "_ASKED", 1 << 24)
     assert scratch_bytes(MM, (first, second), "cpu") == pytest.approx(real, abs=1 << 20)
 
 
@@ -75,13 +74,13 @@ def test_products_that_are_asked_for_are_of_a_bounded_size(monkeypatch: pytest.M
         asked.append(layouts)
         return 0
 
-    monkeypatch.setattr(kernels, "_asked", ask)
+    monkeypatch.setattr(allocations, "_asked", ask)
     for columns, side in ((8, 8192), (1 << 14, 2048)):
         large = torch.empty(1 << 20, columns, dtype=torch.bfloat16, device="meta")
         assert scratch_bytes(MM, (large, large.T), "cpu") == 0
         (first, _), (second, _) = asked.pop()
         assert (first, second) == ((side, min(side, columns)), (min(side, columns), side))
-        assert side * min(side, columns) * side <= kernels._ASKED
+        assert side * min(side, columns) * side <= allocations._ASKED
 
 
 def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_a_copy() -> None:

@@ -1,9 +1,17 @@
-"""Memory of sample answers, without decoding them: the first and the last of a decoding's forwards are its fullest."""
+"""Memory of sample answers, without decoding them: the first and the last of a decoding's forwards are its fullest.
+
+The memory that adapters by peft's own configs take is predicted as it is counted.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fixtures.predict_counted import ProfilerMarks
+from tests.fixtures.peft_kinds import KINDS
+from tests.fixtures.predict_cases import Case
+from tests.fixtures.predict_counted import ProfilerMarks, counted, resolved_case
+from tests.fixtures.predict_traced import predicted
 from tests.model.tiny import tiny_config
 from tuner.model.build import meta_model
 from tuner.model.decode import fullest_forwards, greedy
@@ -31,3 +39,13 @@ def peak(work: object) -> int:
         marks("work")
         work()
     return max(most for _, _, most in marks.found())
+
+
+@pytest.mark.slow("vera", "loha")
+@pytest.mark.parametrize("name", ["vera", "loha", "boft"])
+def test_prediction_is_what_was_counted(name: str, tmp_path: Path) -> None:
+    case = Case("llama", {"adapter.kind": "peft", "adapter.config": KINDS[name]})
+    setup = resolved_case(case, tmp_path)
+    real, said = counted(*setup), predicted(*setup)
+    assert said.marks[:-1] == real.marks[:-1]
+    assert said.peak == pytest.approx(real.peak, rel=1e-3)

@@ -1,48 +1,46 @@
-"""A small model of an architecture keeps what decides about layouts, and every kind of layer."""
+"""A small model of an architecture keeps what decides about layouts, and every kind of layer.
+
+Of its made-up rows every layout computes the same ones, each once.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    DeepseekV3Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    Phi3Config,
-    PhiConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from tuner.config.load import load_recipe
+from tuner.config.methods import DpoMethod, KtoMethod, PretrainMethod, SftMethod
+from tuner.config.methods import Method as MethodSection
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, meta_model
+from tuner.parallel.mesh import Mesh
 from tuner.prove.layouts import parse
 from tuner.prove.prove import refused
-from tuner.prove.twin import LONGEST, MOST_LAYERS, RATE, WINDOW, kept, make_twin, shrunk
+from tuner.prove.training import STEPS_APART, ProofRows
+from tuner.prove.twin import LONGEST, MOST_LAYERS, RATE, ROWS, WINDOW, kept, make_twin, shrunk
+from tuner.train.methods.method import build_method
 
 MOST_PARAMETERS = 2_000_000
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 1e4}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(num_key_value_heads=8, vocab_size=128_256),
-    "smollm2": LlamaConfig(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3),
-    "qwen3": Qwen3Config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True),
-    "gemma3": Gemma3TextConfig(num_key_value_heads=1),
-    "gemma3-images": Gemma3Config(),
-    "phi": PhiConfig(),
-    "phi3": Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096),
-    "gpt2": GPT2Config(),
-    "qwen3-moe": Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, mlp_only_layers=[3]),
-    "mixtral": MixtralConfig(),
-    "deepseek": DeepseekV3Config(),
+LLAMA, QWEN3 = transformers.LlamaConfig, transformers.Qwen3Config
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama": LLAMA(num_key_value_heads=8, vocab_size=128_256),
+    "smollm2": LLAMA(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3),
+    "qwen3": QWEN3(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True),
+    "gemma3": transformers.Gemma3TextConfig(num_key_value_heads=1),
+    "gemma3-images": transformers.Gemma3Config(),
+    "phi": transformers.PhiConfig(),
+    "phi3": transformers.Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096),
+    "gpt2": transformers.GPT2Config(),
+    "qwen3-moe": transformers.Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, mlp_only_layers=[3]),
+    "mixtral": transformers.MixtralConfig(),
+    "deepseek": transformers.DeepseekV3Config(),
 }  # fmt: skip
 
 
@@ -138,3 +136,40 @@ def test_rules_of_the_recipe_hold_where_the_small_model_leaves_out_what_they_loo
     assert (
         proof is not None and proof.verdict == "refused" and "compiled layers cannot be looked into" in str(proof.cause)
     )
+
+
+SECTIONS: list[MethodSection] = [
+    SftMethod(), PretrainMethod(), DpoMethod(kind="dpo", reference="columns"),
+    KtoMethod(kind="kto", reference="columns"),
+]  # fmt: skip
+MESHES = [{"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_processes_have_the_rows_of_one_between_them(
+    section: MethodSection, accumulate: int, axes: dict[str, int]
+) -> None:
+    method = build_method(section)
+    rows = ProofRows(section.examples, 100, accumulate, seed=1)
+    alone = rows.step(0, method, Mesh())
+    seen = []
+    meshes = {(mesh := Mesh(axes, rank)).data_rank: mesh for rank in range(Mesh(axes).size)}
+    for _, mesh in sorted(meshes.items()):
+        step = rows.step(0, method, mesh)
+        assert method.counts(step) == method.counts(alone)
+        assert len(step.micro) == accumulate
+        seen += [batch.input_ids for batch in step.micro]
+    assert np.array_equal(np.concatenate(seen), np.concatenate([batch.input_ids for batch in alone.micro]))
+
+
+def test_rows_are_uneven_and_come_again() -> None:
+    rows, method = ProofRows(SftMethod().examples, 100, 1, seed=1), build_method(SftMethod())
+    first, second, again = (rows.each(index, method).micro for index in (0, 1, STEPS_APART))
+    assert len(first) == ROWS and max(len(batch.input_ids) for batch in first) == LONGEST
+    assert len({len(batch.input_ids) for batch in first}) == 5
+    assert len(first[0].lengths) == 1 and max(len(batch.lengths) for batch in first) > 2
+    assert not np.array_equal(first[0].input_ids, second[0].input_ids)
+    assert np.array_equal(first[0].input_ids, again[0].input_ids)
+    assert first[0].trained_positions[0] > 0 and all(batch.input_ids.max() < 100 for batch in first)

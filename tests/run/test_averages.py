@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fixtures import trainings
-from tests.fixtures.trainings import launch, lines
+from tests.fixtures.trainings import in_parts, launch, lines
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import open_checkpoint
@@ -47,8 +47,7 @@ def test_a_resumed_run_has_the_same_averages_and_their_evaluation_changes_nothin
     averages = _tensors(whole, "ema/")
     assert averages.keys() == _tensors(whole, "model/").keys()
 
-    assert launch(place, train__stop_after="3 steps", **MADE, name="parts").step == 3
-    again = launch(place, "must", **MADE, name="parts").run_dir
+    again = in_parts(place, "3 steps", **MADE)
     assert trainings.outcome(again) == trainings.outcome(whole)
     assert [line.get("ema/loss") for line in lines(again)] == [line.get("ema/loss") for line in lines(whole)]
 

@@ -8,9 +8,8 @@ import pytest
 from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tuner.checkpoint.open import CheckpointInfo
-from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.errors import RecipeError
 from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, moments_of, parse_reset
 from tuner.run.options import LaunchOptions

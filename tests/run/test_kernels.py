@@ -9,7 +9,7 @@ import torch
 
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
-from tuner.model import flash_versions, loss_kernels
+from tuner.model import fastest
 from tuner.model.fastest import Fastest
 from tuner.model.output_layer import softmax_into_gradient
 from tuner.run.parts import kernels
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(kernels, "Collective", Ranks)
     monkeypatch.setattr(kernels, "gloo_group", lambda: None)
-    monkeypatch.setattr(flash_versions, "fastest_version", measured)
+    monkeypatch.setattr(fastest, "fastest_version", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 
@@ -109,7 +109,7 @@ def test_the_loss_is_chosen_too_where_ligers_would_compute_it(
         vocabularies.append(vocabulary)
         return Fastest("torch", {"liger": 2.0, "torch": 1.0}, {})
 
-    monkeypatch.setattr(loss_kernels, "fastest_loss", measured)
+    monkeypatch.setattr(fastest, "fastest_loss", measured)
     part, resolved = launch(tmp_path, monkeypatch, kernel="liger")
     both = {"attention": "flash attention 4", "loss": "torch"}
     assert {**resolved.settled, **both} == resolved.settled and part.state(1) == {"kernels": both}
@@ -138,10 +138,10 @@ def test_the_fastest_loss_that_is_right_is_taken(
 
         return run
 
-    monkeypatch.setattr(loss_kernels, "KERNELS", {"liger": kernel(1.0, 1.0), "torch": kernel(speed, factor)})
-    monkeypatch.setattr(loss_kernels, "positions_of_chunk", lambda *given: 80)
-    monkeypatch.setattr(loss_kernels, "seconds_on", lambda device: lambda work: work() is not None and ran[-1])
-    found = loss_kernels.fastest_loss(97, torch.device("cpu"))
+    monkeypatch.setattr(fastest, "KERNELS", {"liger": kernel(1.0, 1.0), "torch": kernel(speed, factor)})
+    monkeypatch.setattr(fastest, "positions_of_chunk", lambda *given: 80)
+    monkeypatch.setattr(fastest, "seconds_on", lambda device: lambda work: work() is not None and ran[-1])
+    found = fastest.fastest_loss(97, torch.device("cpu"))
     assert found.name == name and ("torch" in found.passed_over) is (factor != 1.0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import trainings
-from tests.fixtures.repositories import git
+from tests.fixtures.commands import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
 from tuner.run.launch import launch, train_rank

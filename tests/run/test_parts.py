@@ -21,9 +21,9 @@ from tuner.setup.build import Assembly
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 
-SPINE = ("main", "preflight", "begin", "state", "launch", "options")
+SPINE = ("main", "preflight", "state", "launch", "options")
 OWNED = (
-    "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.versions",
+    "run.windows", "run.teacher", "run.reference", "run.tasks.windows", "run.tasks.versions",
     "run.bank", "rundir.windows", "rundir.versions", "setup.initial", "setup.teacher", "setup.mock",
     "setup.offloaded", "setup.host_states", "runtime.numa", "runtime.deterministic",
 )  # fmt: skip
@@ -151,7 +151,7 @@ def test_the_spine_of_a_launch_names_no_part() -> None:
 def test_windows_are_deleted_with_their_files_and_two_lines() -> None:
     """The key of the recipe and the line of PARTS, with their imports: what divides data is asked of no one else."""
     known = trees()
-    own = {name for name in known if any(word in name.split(".") for word in ("windows", "window_rules"))}
+    own = {name for name in known if "windows" in name.split(".")}
     outside = set(known) - own
     assert {name for name in outside if imported_modules(known[name], known) & own} == {
         "tuner.config.recipe", "tuner.run.parts.listed"

@@ -1,4 +1,6 @@
-"""Training on pairs from end to end: evaluated, kept, stopped, resumed bit for bit, proven, recorded and exported."""
+"""Training on answers from end to end, of a policy by each method and of a reward model: evaluated, kept, stopped,
+resumed bit for bit, proven, recorded and exported.
+"""
 
 import json
 import random
@@ -6,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api.exports import export_hf
 from tuner.checkpoint.manifest import step_dirs
+from tuner.config.load import load_recipe
 from tuner.errors import DataError, RecipeError
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target, resolved_for
+from tuner.profile.workload import workload
 from tuner.run.score import Score, find_trained, score
 from tuner.run.verify import verify_resume
 from tuner.runtime.console import Console
@@ -136,3 +144,114 @@ def test_the_first_batch_alone_is_learned(place: Path) -> None:
     run = launch(place, name="overfit", train__overfit_first_batch="true", **flags)
     trained = [line for line in lines(run.run_dir) if line["kind"] == "train"]
     assert trained[-1]["loss"] < trained[0]["loss"] * 0.8 and trained[-1]["accuracy"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, pairs of which two or more share a row, and a recipe with an adapter."""
+    directory = trainings.prepare(tmp_path_factory.mktemp("rewards"), 1)
+    rng = random.Random(0)
+    answers = ["ab" * rng.randint(1, 6) for _ in range(40)]
+    rows = [{"prompt": f"{i} ", "chosen": f"{text}.", "rejected": f"{text}?"} for i, text in enumerate(answers)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = (directory / "r.yaml").read_text().replace("packing: false", "packing: true, eval: 6 documents")
+    text = text.replace("duration: 3 epochs, global_batch_size: 8", "duration: 5 steps, global_batch_size: 4")
+    (directory / "r.yaml").write_text(f"{text}method: {{kind: reward, center: 0.01}}\n")
+    return directory
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_bit_for_bit_evaluated_and_exported(rewards: Path) -> None:
+    whole = launch(rewards, name="whole", checkpoint__keep_best="eval/accuracy").run_dir
+    launch(rewards, name="cut", train__stop_after="3 steps", checkpoint__keep_best="eval/accuracy")
+    cut = launch(rewards, "auto", name="cut", checkpoint__keep_best="eval/accuracy").run_dir
+    assert outcome(cut) == outcome(whole)
+    trained, evaluated = ([line for line in lines(whole) if line["kind"] == kind] for kind in ("train", "eval"))
+    for line in trained:
+        assert line["loss"] == pytest.approx(line["ranking"] + line["center"])
+        assert line["margin"] == pytest.approx(line["reward_chosen"] - line["reward_rejected"], abs=1e-6)
+    assert trained[-1]["loss"] < trained[0]["loss"] and evaluated[-1]["accuracy"] == 1
+    assert not (whole / "samples.jsonl").exists() or not (whole / "samples.jsonl").read_text()
+
+    found = score(find_trained(whole, SILENT), load_recipe(whole / "recipe.resolved.yaml"), RankInfo(), SILENT)
+    assert found.evaluation.loss == evaluated[-1]["loss"]
+    assert found.evaluation.figures["accuracy"] == 1
+    exported = export_hf(whole, rewards / "exported", dtype="fp32").path
+    again = score(find_trained(exported, SILENT), load_recipe(whole / "recipe.resolved.yaml"), RankInfo(), SILENT)
+    assert again.evaluation.loss == pytest.approx(found.evaluation.loss, rel=1e-5)
+    with pytest.raises(RecipeError, match="is no reward model"):
+        score(find_trained(rewards / "model", SILENT), load_recipe(whole / "recipe.resolved.yaml"), RankInfo(), SILENT)
+
+
+def test_probes_end_as_documents_do(rewards: Path) -> None:
+    flags = {"train__duration": "1 steps", "eval__at_start": "false", "eval__at_end": "false"}
+    run = launch(rewards, name="probes", **flags).run_dir
+    probe = load_file(run / "checkpoints" / "step-1" / "probe.safetensors")
+    last = {int(row[length - 1]) for row, length in zip(probe["input_ids"], probe["lengths"], strict=True)}
+    assert probe["logits"].shape == (20, 1) and probe["logits"].dtype == torch.float32
+    assert len(last) == 1  # the end token of every answer, whatever its text
+
+
+def test_a_prediction_answers_no_samples(rewards: Path) -> None:
+    recipe = trainings.loaded(rewards).recipe
+    target = Target(find_device("cpu"), RankInfo(), 1 << 40)
+    resolved, _ = resolved_for(recipe, target)
+    assert recipe.eval.samples > 0
+    assert workload(recipe, resolved, target.rank_info).samples == ()
+
+
+ANSWERS = """\
+model: {name_or_path: ./model, kernels: torch}
+tokenizer: {name_or_path: byte}
+data: {train: rows.jsonl, max_length: 64, cache_dir: cache}
+train: {duration: 4 steps, global_batch_size: 4, micro_batch_size: 1, precision: fp32, device: cpu}
+optimizer: {lr: 5e-3}
+logging: {level: warning}
+"""
+
+
+@pytest.fixture(scope="module")
+def answers_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = trainings.prepare(tmp_path_factory.mktemp("answers"), 1)
+    (directory / "r.yaml").write_text(ANSWERS)
+    rng = random.Random(1)
+    answers = [(f"question {i} ", "ab" * rng.randint(1, 4), "cd" * rng.randint(1, 4)) for i in range(40)]
+    pairs = [{"prompt": prompt, "chosen": good, "rejected": bad} for prompt, good, bad in answers]
+    labels = [
+        {"prompt": prompt, "completion": answer, "label": is_good}
+        for prompt, good, bad in answers
+        for answer, is_good in ((good, True), (bad, False))
+    ]
+    for name, rows in (("pairs", pairs), ("labels", labels)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def steps(answers_place: Path, name: str, rows: str, **flags: str) -> list[dict[str, Any]]:
+    result = launch(answers_place, name=name, data__train=f"{rows}.jsonl", **flags)
+    return [line for line in lines(result.run_dir) if line["kind"] == "train"]
+
+
+def test_kto_begins_at_its_reference_and_learns_which_answers_are_good(answers_place: Path) -> None:
+    """Mismatched answers included."""
+    found = steps(answers_place, "kto", "labels", method__kind="kto", adapter__kind="lora")
+    first, last = found[0], found[-1]
+    assert first["kl"] == first["reward_desirable"] == first["reward_undesirable"] == 0.0
+    assert first["loss"] == 0.5
+    assert last["reward_desirable"] > last["reward_undesirable"]
+
+
+@pytest.mark.slow("simpo", "cpo")
+@pytest.mark.parametrize("method", ["orpo", "simpo", "cpo"])
+def test_methods_without_a_reference_learn_to_prefer(answers_place: Path, method: str) -> None:
+    found = steps(answers_place, method, "pairs", method__kind=method)
+    assert found[-1]["margin"] > found[0]["margin"]
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
+def test_dpo_of_several_losses_logs_each(answers_place: Path) -> None:
+    flags = {"method__kind": "dpo", "method__loss": "{sigmoid: 0.8, bco: 0.2}", "method__sft_weight": "0.1"}
+    found = steps(answers_place, "several", "pairs", **flags)
+    for line in found:
+        assert line["loss"] == pytest.approx(line["sigmoid"] + line["bco"] + line["sft"], rel=1e-6)
+    assert found[0]["margin"] == 0.0 < found[-1]["margin"]

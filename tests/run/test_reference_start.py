@@ -22,11 +22,11 @@ from tuner.errors import VerificationError
 from tuner.model.adapter import lora_layers
 from tuner.parallel.fsdp import local
 from tuner.parallel.mesh import Mesh
-from tuner.run import columns, reference, reference_start
+from tuner.run import columns, reference
 from tuner.run.columns import key_of
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
-from tuner.run.reference_start import UNIT, Rounding, allowed, require_start
+from tuner.run.reference import UNIT, Rounding, allowed, require_start
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly
@@ -184,12 +184,12 @@ def test_kernels_that_do_not_repeat_their_bits(
     rounds_by: float,
     begins: bool,
 ) -> None:
-    real, numbers = reference_start.reference_values, iter(range(1, 1000))
+    real, numbers = reference.reference_values, iter(range(1, 1000))
 
     def otherwise(*given: Any) -> dict[str, torch.Tensor]:
         return {name: values + rounds_by / next(numbers) for name, values in real(*given).items()}
 
-    monkeypatch.setattr(reference_start, "reference_values", otherwise)
+    monkeypatch.setattr(reference, "reference_values", otherwise)
     if begins:
         require_start(begun["columns"], Console())
         assert "log-ratios begin within 0.00" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_kernels_that_do_not_repeat_their_bits(
 def _next_to_another(directory: Path, rank: int, port: int) -> None:
     """Begin as one of two processes, whose second one has another part of the adapter, and note what it comes to."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    real = reference_start.require_start
+    real = reference.require_start
 
     def planted(assembly: Assembly, console: Console) -> None:
         part = local(assembly.train_state.parameters[LAST_UP])

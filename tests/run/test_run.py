@@ -20,13 +20,10 @@ from tuner.cli.work.train import _evaluated, launch_training
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitError, RecipeError
 from tuner.run import preflight
-from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.status import resume_source
 from tuner.run.tasks import evaluate as evaluate_task
 from tuner.run.tasks.save import SaveTask
-from tuner.runtime.console import Console
-from tuner.runtime.dist import RankInfo
 from tuner.setup import mock
 from tuner.setup import resolve as resolve_module
 from tuner.train import evaluate, loop
@@ -47,7 +44,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     assert (whole.status, whole.step, whole.total_steps) == ("finished", 9, 9)
     stopped = launch(workplace, train__stop_after="7 steps", **flags)
     assert (stopped.status, stopped.step) == ("stopped", 7)
-    again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
+    again = trainings.trained(resume_source(stopped.run_dir), "must")
     assert (again.status, again.step) == ("finished", 9)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
     record = trainings.record(again.run_dir)

@@ -14,9 +14,7 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.processes import fork, wait
 from tests.profile.test_predict import wish
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe, recipe_dict
 from tuner.errors import RecipeError
 from tuner.profile import choose, devices
 from tuner.run import settle as module

@@ -16,7 +16,7 @@ from tests.fixtures.trainings import launch, lines, outcome
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError, RecipeError
-from tuner.run.teacher_versions import TeacherVersions
+from tuner.run.teacher import TeacherVersions
 from tuner.rundir.versions import TakenVersion
 from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
 

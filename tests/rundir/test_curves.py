@@ -9,10 +9,20 @@ import pytest
 from tests.browser import Browser, chromium
 from tests.rundir import made
 from tuner.errors import RecipeError
-from tuner.rundir.curves import Chart, Curve, Points, charts, thinned
-from tuner.rundir.page import MARK, SMOOTHED_POINTS, page, write_page
+from tuner.rundir.curves import (
+    MARK,
+    SMOOTHED_POINTS,
+    Chart,
+    Curve,
+    Points,
+    charts,
+    draw,
+    number,
+    page,
+    thinned,
+    write_page,
+)
 from tuner.rundir.record import read_run, summary
-from tuner.rundir.terminal import draw, number
 
 
 def points(values: list[float | None]) -> Points:

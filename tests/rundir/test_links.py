@@ -13,12 +13,11 @@ import pytest
 
 from tuner.errors import DataError
 from tuner.rundir import layout
+from tuner.rundir.checkpoints import link_latest
 from tuner.rundir.directory import RunDir
-from tuner.rundir.exports import link_latest
-from tuner.rundir.links import require_no_links
+from tuner.rundir.layout import require_no_links
 from tuner.rundir.model_path import ignore_warning, resolve_model_path
-from tuner.rundir.record import find_runs, read_run
-from tuner.rundir.remove import remove_runs
+from tuner.rundir.record import find_runs, read_run, remove_runs
 
 BELOW = (
     "checkpoints/step-4", "exports/step-4", "exports/step-4-adapter", "launches/1", "launches/1/git.diff",

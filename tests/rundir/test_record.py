@@ -8,8 +8,7 @@ import pytest
 
 from tests.rundir import made
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.rundir.record import differing, find_runs, read_run, read_runs, source_losses, summary
-from tuner.rundir.remove import remove_runs
+from tuner.rundir.record import differing, find_runs, read_run, read_runs, remove_runs, source_losses, summary
 from tuner.rundir.run_json import hold
 
 

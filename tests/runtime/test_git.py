@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.repositories import git
+from tests.fixtures.commands import git
 from tuner.runtime import git as module
 from tuner.runtime.git import source_tree
 

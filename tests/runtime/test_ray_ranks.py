@@ -11,8 +11,8 @@ import pytest
 from tests.runtime.spawn_worker import work
 from tests.runtime.test_spawn import send_when_ready
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.runtime import ray_ranks, spawn
-from tuner.runtime.ray_ranks import RayLayout, cluster_for, interface_of, run_ranks
+from tuner.runtime import ray_cluster, spawn
+from tuner.runtime.ray_cluster import RayLayout, cluster_for, interface_of, run_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -106,6 +106,6 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 
 def test_a_machine_with_other_versions_is_named() -> None:
-    actor = ray_ranks.RankActor({**ray_ranks.node_versions(), "torch": "0"})
+    actor = ray_cluster.RankActor({**ray_cluster.node_versions(), "torch": "0"})
     with pytest.raises(MachineError, match="has torch .* for 0"):
         actor.address()

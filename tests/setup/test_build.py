@@ -1,4 +1,7 @@
-"""How a resolved recipe computes."""
+"""How a resolved recipe computes.
+
+Probes answer as the model with its own weights in float32 does, however the weights are held.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +11,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import tuner.parallel.values
 from tests.fixtures.processes import run_ranks
-from tests.model.tiny import family_model, tiny_config
+from tests.model.tiny import TINY, VOCAB, family_model, tiny_config
 from tests.parallel.test_fsdp import whole
 from tests.train.synthetic import recipe_for
+from tuner.export.verify import compare, last_logits
 from tuner.model.attention import NATIVE
-from tuner.model.mapped import in_files
+from tuner.model.build import ModelSpec, build_model, meta_model
+from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec
 from tuner.model.transformers_private import attention_of
+from tuner.model.unread import in_files
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.model import _handed_on, _type_to_hand_on, assembled
+from tuner.setup.probes import record_probes
 from tuner.setup.resolve import resolve
 from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of
 
@@ -142,3 +150,23 @@ def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch
         assert any(sent) is (what == LOST)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_frozen_bfloat16_base_adds_no_rounding(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        parameter.data = parameter.data.bfloat16().float()
+    model.save_pretrained(tmp_path)
+    held = build_model(ModelSpec(str(tmp_path)), torch.bfloat16, seed=0)
+    assert {parameter.dtype for parameter in held.parameters()} == {torch.bfloat16}
+    on_meta = meta_model(held.config, torch.bfloat16)  # what other processes fill with these values
+    assert {n: b.dtype for n, b in on_meta.named_buffers()} == {n: b.dtype for n, b in held.named_buffers()}
+    for name, parameter in held.named_parameters():
+        assert torch.equal(parameter.float(), model.get_parameter(name)), name
+    probes = [torch.randint(0, VOCAB, (length,)) for length in (5, 12)]
+    answers = record_probes(CausalLM(held), probes, torch.device("cpu"))["logits"]
+    expected = last_logits(model.eval(), [probe.tolist() for probe in probes])
+    assert compare(expected, answers).relative <= 1e-5

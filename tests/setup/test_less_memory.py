@@ -1,4 +1,7 @@
-"""Hints for memory that does not suffice: lines to write, and never what is written already."""
+"""Hints for memory that does not suffice: lines to write, and never what is written already.
+
+And what a machine's processes take of its memory for the optimizer's states.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures.tables import cases
 from tests.profile.test_predict import wish
+from tests.train.synthetic import MAX_LENGTH, recipe_for, write_model
 from tuner.config.load import load_recipe
 from tuner.errors import MemoryLimitError
 from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 from tuner.setup import mock
+from tuner.setup.host_states import host_bytes
 from tuner.setup.less_memory import less_memory, ways
+from tuner.setup.resolve import resolve
+from tuner.train.host_adamw import BUCKET, buffer_bytes
 
 
 def test_ways_are_the_cheapest_first_and_none_is_taken_yet(tmp_path: Path) -> None:
@@ -68,3 +77,24 @@ def test_a_mock_batch_that_does_not_fit_proposes_no_adapter_to_an_adapter(
         assert raised.value.hint is not None
         assert raised.value.hint.startswith("write train.gradient_checkpointing: full")
         assert ("adapter.kind: lora" in raised.value.hint) == (kind == "none")
+
+
+BILLION = 10**9
+
+
+@pytest.mark.parametrize(
+    ("shard", "tensor", "world", "local", "copies"), cases(__file__, "shards_are_the_machines_own")
+)
+def test_shards_are_the_machines_own(
+    shard: str, tensor: int, world: int, local: int, copies: float, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    recipe = recipe_for(tmp_path, optimizer={"offload": "host"}, parallel={"shard": shard, "tensor": tensor})
+    ranks = RankInfo(0, world, 0, local)
+    found = host_bytes(resolve(recipe, MAX_LENGTH, ranks), BILLION, ranks)
+    assert found == copies * 8 * BILLION + local * 3 * 2 * 4 * BUCKET
+
+
+def test_buffers_are_no_larger_than_what_passes_through_them() -> None:
+    assert buffer_bytes(1000) < 8 * 1100
+    assert buffer_bytes(100 * BUCKET) == 24 * BUCKET == 192 << 20

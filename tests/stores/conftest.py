@@ -8,7 +8,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from tuner.stores import lease, upload
+from tuner.stores import directory, transfer
 from tuner.stores.client import Client
 from tuner.stores.directory import StoreDirectory
 
@@ -60,9 +60,9 @@ def library() -> Faulty:
 @pytest.fixture
 def opened(store: MemoryStore, library: Faulty, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """A directory of the store, at each call as another process has it; parts are small, and a lease soon runs out."""
-    monkeypatch.setattr(upload, "PART_BYTES", 1000)
-    monkeypatch.setattr(upload, "SMALL_BYTES", 100)
-    monkeypatch.setattr(lease, "TTL_SECONDS", 0.4)
+    monkeypatch.setattr(transfer, "PART_BYTES", 1000)
+    monkeypatch.setattr(transfer, "SMALL_BYTES", 100)
+    monkeypatch.setattr(directory, "TTL_SECONDS", 0.4)
     return lambda local=(): StoreDirectory(Client("s3://bucket/run", store, library), local)
 
 

@@ -15,10 +15,10 @@ from tests.fixtures.store_proxy import Answer, Request, forward, proxied
 from tests.fixtures.store_servers import BUCKET, Server, serving
 from tests.stores.conftest import contents, filled
 from tuner.errors import ExitCode, MachineError
-from tuner.stores import client, upload
+from tuner.stores import client, transfer
 from tuner.stores.client import Client
 from tuner.stores.directory import StoreDirectory
-from tuner.stores.upload import upload as put_files
+from tuner.stores.transfer import upload as put_files
 
 
 def refusal(code: str) -> bytes:
@@ -75,11 +75,11 @@ def test_without_the_library_its_line_is_said() -> None:
 
 
 def test_few_parts_are_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(upload, "PART_BYTES", 10)
-    monkeypatch.setattr(upload, "SMALL_BYTES", 0)
+    monkeypatch.setattr(transfer, "PART_BYTES", 10)
+    monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
     (tmp_path / "file").write_bytes(bytes(1000))
     read = done = most = 0
-    part = upload.OpenFile.part
+    part = transfer.OpenFile.part
 
     def counted(*words: object) -> bytes:
         nonlocal read, most
@@ -91,11 +91,11 @@ def test_few_parts_are_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         nonlocal done
         done += 1
 
-    monkeypatch.setattr(upload.OpenFile, "part", counted)
-    file = upload.open_file(tmp_path / "file", "file", 0)
+    monkeypatch.setattr(transfer.OpenFile, "part", counted)
+    file = transfer.open_file(tmp_path / "file", "file", 0)
     assert file is not None
     put_files(SimpleNamespace(put=put), [file])  # type: ignore[arg-type]
-    assert (done, most <= upload.IN_FLIGHT + 1) == (100, True)
+    assert (done, most <= transfer.IN_FLIGHT + 1) == (100, True)
 
 
 @pytest.mark.parametrize("asked", [{}, {"AWS_CHECKSUM_ALGORITHM": "sha256"}])
@@ -136,7 +136,7 @@ def test_bytes_that_a_line_changed_are_refused(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 def test_a_real_store_keeps_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stage = filled(tmp_path / "stage", 1)
-    (stage / "checkpoints" / "step-1" / "large.bin").write_bytes(os.urandom(upload.PART_BYTES * 2 + 1))
+    (stage / "checkpoints" / "step-1" / "large.bin").write_bytes(os.urandom(transfer.PART_BYTES * 2 + 1))
     with serving("s3", tmp_path) as server:
         away(server.port, monkeypatch)
         url = server.url("runs/a b/ü")

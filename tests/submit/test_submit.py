@@ -18,9 +18,8 @@ from ruamel.yaml import YAML
 from tests.fixtures import commands
 from tests.fixtures.tables import cases
 from tuner.errors import ExitCode, RecipeError, TunerError
-from tuner.submit import kubernetes, slurm
-from tuner.submit.cluster import OPTIONS, send, text_of
-from tuner.submit.job import Job, Volume, bytes_of, seconds_of, template, variables
+from tuner.submit import cluster
+from tuner.submit.cluster import OPTIONS, Job, Volume, bytes_of, seconds_of, send, template, text_of, variables
 
 ODD = ("/da ta/it's $HOME `id`.yaml", '--name="$(HOME)" $$ $(PATH)', "--data.train=ä😀 #1;&|*?{}[]: - \\n", "")
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
@@ -42,7 +41,7 @@ def pod_of(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("jobset", [False, True])
 @pytest.mark.parametrize("job", [JOB, Job("9.B_x", ("r.yaml",), "/", 1, 0, image="im")], ids=["all", "least"])
 def test_manifests_are_what_kubernetes_takes(job: Job, jobset: bool) -> None:
-    found = documents(kubernetes.manifest(job, 7, jobset, ["hf"], ["rdma/ib=8"]))
+    found = documents(cluster.manifest(job, 7, jobset, ["hf"], ["rdma/ib=8"]))
     assert [each["kind"] for each in found] == ["ConfigMap", "JobSet"] if jobset else ["ConfigMap", "Service", "Job"]
     for each in found:
         jsonschema.Draft202012Validator({**SCHEMAS, **SCHEMAS[each["kind"]]}).validate(each)
@@ -65,12 +64,12 @@ def test_manifests_are_what_kubernetes_takes(job: Job, jobset: bool) -> None:
 
 
 def test_only_what_would_happen_again_ends_a_job() -> None:
-    rules = documents(kubernetes.manifest(JOB))[-1]["spec"]["podFailurePolicy"]["rules"]
+    rules = documents(cluster.manifest(JOB))[-1]["spec"]["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     again = {ExitCode.OK, ExitCode.ENVIRONMENT, ExitCode.STOPPED, ExitCode.INTERRUPTED}
     assert codes == {"Ignore": [75], "FailJob": sorted(set(ExitCode) - again)}
     # In a set all pods start again together, also where the machine of one is gone.
-    assert ["DisruptionTarget" in kubernetes.manifest(JOB, 1, jobset) for jobset in (False, True)] == [True, False]
+    assert ["DisruptionTarget" in cluster.manifest(JOB, 1, jobset) for jobset in (False, True)] == [True, False]
 
 
 def at_pod(codes: str, tmp_path: Path, words: Sequence[str] = ("tuner",)) -> subprocess.Popen[str]:
@@ -100,7 +99,7 @@ def test_a_pod_ends_with_the_code_that_says_why(tmp_path: Path) -> None:
 
 
 def test_words_arrive_in_pods_as_they_are(tmp_path: Path) -> None:
-    container = pod_of(kubernetes.manifest(JOB))["containers"][0]
+    container = pod_of(cluster.manifest(JOB))["containers"][0]
     args = [re.sub(r"\$\$", "$", word) for word in container["args"]]
     assert not any(re.search(r"(?<!\$)(\$\$)*\$\(", word) for word in container["args"]), "Kubernetes would expand it"
     assert at_pod("0", tmp_path, args).wait(60) == 0
@@ -109,7 +108,7 @@ def test_words_arrive_in_pods_as_they_are(tmp_path: Path) -> None:
 
 def test_words_arrive_under_slurm_as_they_are(tmp_path: Path) -> None:
     job = Job("r", ODD, str(tmp_path), env={"X": ODD[1]}, image="im", volumes=(Volume("/a b", "/c"),))
-    script = slurm.script(job, ["partition=gpu", "exclusive", "time=2:00:00", "comment=a # b"])
+    script = cluster.script(job, ["partition=gpu", "exclusive", "time=2:00:00", "comment=a # b"])
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$X" "$PWD" "$@" > got\n')
     (tmp_path / "srun").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
@@ -123,7 +122,7 @@ def test_words_arrive_under_slurm_as_they_are(tmp_path: Path) -> None:
 
 
 def test_scripts_are_what_sbatch_and_bash_take() -> None:
-    script = slurm.script(JOB, ["partition=gpu"])
+    script = cluster.script(JOB, ["partition=gpu"])
     read, _, rest = script.partition("\n\n")
     assert "#SBATCH" not in rest and all(line.startswith("#") for line in read.splitlines())
     asked = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", read, re.MULTILINE)
@@ -131,7 +130,7 @@ def test_scripts_are_what_sbatch_and_bash_take() -> None:
     assert dict(asked).keys() <= set(cases(__file__, "sbatch"))
     numbers = {"nodes": "3", "ntasks-per-node": "8", "gpus-per-node": "8", "cpus-per-task": "4", "requeue": ""}
     assert (numbers | {"time": "1-01:01:01", "mem": "5242880M", "job-name": "r"}).items() <= dict(asked).items()
-    assert "gpus" not in slurm.script(Job("r", (), "/", gpus=0)).partition("\n\n")[0]
+    assert "gpus" not in cluster.script(Job("r", (), "/", gpus=0)).partition("\n\n")[0]
     for text in (script, template("tasks.sh")):
         shellcheck = [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", "--exclude=SC2016", "-"]
         done = subprocess.run(shellcheck, input=text, text=True, capture_output=True, check=False)
@@ -150,8 +149,8 @@ def test_ray_is_given_a_command() -> None:
 def test_what_is_no_value_is_refused(reader: str, text: str, says: str) -> None:
     readers: Mapping[str, Any] = {
         "volume": Volume.of, "memory": bytes_of, "time": seconds_of, "env": lambda each: variables([each]),
-        "sbatch": lambda each: slurm.script(JOB, [each]),
-        "resource": lambda each: kubernetes.manifest(JOB, resources=[each]),
+        "sbatch": lambda each: cluster.script(JOB, [each]),
+        "resource": lambda each: cluster.manifest(JOB, resources=[each]),
     }  # fmt: skip
     with pytest.raises(RecipeError) as raised:
         readers[reader](text)

@@ -44,9 +44,7 @@ def test_without_failures_only_saves_cost() -> None:
     assert never.lost(99.3) == pytest.approx(STALL / (99.3 + STALL), rel=1e-3)
 
 
-def test_the_command_says_where_both_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_where_both_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["failures", "--gpus", "2048", "--failures", "1000"])
     assert main() == 0
     assert json.loads(capsys.readouterr().out)["jobs"][0]["gpus"] == 2048

@@ -15,7 +15,7 @@ from tools.gpu_day import attention, layers, pack, rates, runs
 from tools.gpu_day.parts import PARTS, Part
 from tools.gpu_day.record import Day
 from tools.gpu_day.report import read, table
-from tuner.profile import rates as profile_rates
+from tuner.profile import devices as profile_rates
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a tool's own, whoever's they are
 SMALL_PARTS = ["machine", "rates", "steps", "traces", "attention", "layers", "arithmetic"]

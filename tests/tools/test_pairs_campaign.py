@@ -10,7 +10,7 @@ import pytest
 
 from tools.pair_oracle import judge
 from tools.pairs_campaign import FAULTS, compare, rows
-from tuner.data.encoding import compared
+from tuner.data.encoding import encode
 from tuner.data.reading import answers
 
 
@@ -26,18 +26,18 @@ def always(value: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.slow(
-    "tuner.data.encoding.compared-_equal_tokens-<lambda>",
+    "tuner.data.encoding.encode-_equal_tokens-<lambda>",
     "tuner.data.reading.answers-_margin-<lambda>",
     "tuner.data.reading.answers-_says-<lambda>",
 )
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (compared, "_equal_tokens", lambda batch, counts: counts >= 0),
+        (encode, "_equal_tokens", lambda batch, counts: counts >= 0),
         (answers, "_says", always(True)),
         (answers, "_margin", always(1.0)),
         (answers, "_equal_messages", always(1)),
-        (compared, "_margins", lambda examples: np.zeros(len(examples), np.float32)),
+        (encode, "_margins", lambda examples: np.zeros(len(examples), np.float32)),
     ],
 )
 def test_a_wrong_product_is_found(

@@ -1,4 +1,4 @@
-"""The proof at the start runs the first and last decoder layer of each kind, and comes to the whole proof's verdict."""
+"""Proofs of a few layers and predictions for a GPU, in their smallest form, and faults that they must find."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,16 +12,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from tests.model.tiny import SHAPE
-from tools.causal_cases import VOCAB
+from tools import cuda_campaign
+from tools.causal_cases import VOCAB, tiny_config
+from tools.cuda_campaign import MODES, KernelRefused, check_flash, examine
 from tools.proof_campaign import deep_config, made, verdict, write_random
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import probe, widened
-from tuner.model.build import decoder_blocks
+from tuner.model.attention import Unsupported
+from tuner.model.build import decoder_blocks, meta_model
 from tuner.model.few_layers import FewLayers, representatives, shared_kinds
 from tuner.model.probe import plain_twin, require_isolation
 from tuner.model.root import CausalLM
 from tuner.model.wrap import wrappers_of
+from tuner.profile import tracing
+from tuner.profile.tracing import refusing
 
 SAMPLED = (
     "documents are one in attention, llama, one in the middle", "a state over documents, mamba2, one in the middle",
@@ -128,9 +133,7 @@ def test_layers_are_as_they_were_afterwards(tmp_path: Path) -> None:
     assert not any(block._forward_pre_hooks or block._forward_hooks for block in decoder_blocks(root.model))
 
 
-def test_layers_that_are_called_otherwise_run_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[int]
-) -> None:
+def test_layers_called_otherwise_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[int]) -> None:
     def forward(self: Any, input_ids: torch.Tensor, position_ids: Any = None, **given: Any) -> BaseModelOutputWithPast:
         hidden = self.embed_tokens(input_ids)
         position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
@@ -163,9 +166,7 @@ def in_bf16(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_large_embeddings_and_output_layers_are_looked_at_in_part(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_embeddings_and_output_layers_are_looked_at_in_part(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = in_bf16(vocab_size=512, tie_word_embeddings=tied).eval()
     ids, plain = torch.arange(9)[None] * 31, plain_twin(model)
     whole = widened.Widened(model, narrow=False)
@@ -227,3 +228,62 @@ def test_what_a_document_sees_of_any_other_in_its_row_is_a_leak(others: str) -> 
     found = probe._compare(Seeing(1e-5), alone, documents, changed, None)  # type: ignore[arg-type]
     assert found.against_alone < probe.DIFFERENCE_ALLOWED
     assert found.is_clean == (others in ("the one after", "the last"))  # the first document is never asked
+
+
+REFUSED = {
+    "bert": "does not compute: bidirectional attention",
+    "dbrx": "DbrxForCausalLM cannot be predicted: its own code does not run without masks, or on tensors without",
+    "musicgen": "no text model of its own",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_that_cannot_be_predicted_is_refused_with_the_reason(model_type: str) -> None:
+    found = examine(model_type, "h100-80g", modes=("full",)).modes["full"]
+    assert found.verdict == "refused" and REFUSED[model_type] in found.reason
+
+
+def test_what_no_kernel_takes_and_a_bug_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_campaign, "WIDEST", 7)
+    found = examine("llama", "h100-80g", modes=("full",)).modes["full"]
+    assert found.verdict == "crashed" and "more than 7" in found.reason
+    monkeypatch.setattr(tracing, "optimizer_step", lambda *given: torch.ones(2) @ torch.ones(3))
+    assert examine("llama", "h100-80g", modes=("full",)).modes["full"].verdict == "crashed"
+
+
+WIDE = torch.empty(4, 10, 16, dtype=torch.bfloat16)
+BOUNDS = torch.tensor([0, 10], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda q, k, v, b: (q.repeat(1, 1, 17), k, v, b), "272 columns"),
+        (lambda q, k, v, b: (q, k[:3], v[:3], b), "4 query heads on 3"),
+        (lambda q, k, v, b: (q, k, v[:3], b), "4 key and 3 value heads"),
+        (lambda q, k, v, b: (q, k, v.float(), b), "types"),
+        (lambda q, k, v, b: (q, k, v, b.long()), "int64"),
+    ],
+)
+def test_what_flash_attention_demands(change: Callable[..., Any], why: str) -> None:
+    check_flash(WIDE, WIDE[:2], WIDE[:2, :, :8], BOUNDS)
+    with pytest.raises(KernelRefused, match=why):
+        check_flash(*change(WIDE, WIDE, WIDE, BOUNDS))
+
+
+@pytest.mark.slow("full", "again")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_asks_for_numbers_is_refused_in_every_mode(mode: str) -> None:
+    """Recomputing notes what a router chose by a mode of its own, between the model and torch."""
+    found = examine("longcat_flash", "h100-80g", modes=(mode,)).modes[mode]
+    assert (found.verdict, "cannot be predicted" in found.reason) == ("refused", True), found
+
+
+def test_only_the_models_own_errors_are_refusals() -> None:
+    model = meta_model(tiny_config("llama"), torch.float32)
+    with pytest.raises(RecipeError, match="cannot be predicted"), refusing(model):
+        model.model(input_ids=None, inputs_embeds=None)  # transformers itself refuses it
+    with pytest.raises(RecipeError, match="cannot be trained"), refusing(model):
+        raise Unsupported("a thing")
+    with pytest.raises(RuntimeError), refusing(model):
+        torch.ones(2) @ torch.ones(3)

@@ -85,12 +85,7 @@ class Answers:
         whole = collate([self.row(numbers) for numbers in rows])
         own = range(rank, slots, world)
         return StepBatches(
-            row_ids=np.arange(len(rows)),
-            trained_count=len(whole.trained_positions),
-            tokens=len(whole.input_ids),
-            micro=[batch(slot, False) for slot in own],
-            trained_per_document=whole.trained_per_document,
-            documents=len(whole.documents),
-            columns=whole.columns,
-            mismatched=[batch(slot, True) for slot in own],
+            row_ids=np.arange(len(rows)), trained_count=len(whole.trained_positions), tokens=len(whole.input_ids),
+            micro=[batch(slot, False) for slot in own], trained_per_document=whole.trained_per_document,
+            documents=len(whole.documents), columns=whole.columns, mismatched=[batch(slot, True) for slot in own],
         )

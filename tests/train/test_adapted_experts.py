@@ -10,7 +10,7 @@ from tests.model.tiny import family_config
 from tests.train.synthetic import assembly_for, recipe_for, resume, taken
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
-from tuner.config.other_parts import experts
+from tuner.config.other_keys import experts
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo

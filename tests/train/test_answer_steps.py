@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from tests.model.test_logit_transform import GEMMA
+from tests.model.test_output_layer import GEMMA
 from tests.model.tiny import SHAPE
 from tests.train.answers import Answers
 from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for

@@ -12,7 +12,7 @@ from tests.model.tiny import SHAPE
 from tuner.checkpoint.open import newest
 from tuner.config.paths import recipes_dir
 from tuner.errors import DataError, RecipeError
-from tuner.run import meta
+from tuner.run import state
 
 SIZES = SHAPE | {"vocab_size": 320}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
@@ -69,12 +69,12 @@ def test_a_number_that_no_recipe_can_hold_is_refused(tmp_path: Path) -> None:
 def test_facts_that_no_checkpoint_can_hold_end_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = meta.manifest_facts
+    facts = state.manifest_facts
 
     def unwritable(*given: Any, **named: Any) -> dict[str, Any]:
         return {**facts(*given, **named), "key": float("inf")}
 
-    monkeypatch.setattr(meta, "manifest_facts", unwritable)
+    monkeypatch.setattr(state, "manifest_facts", unwritable)
     with pytest.raises(DataError, match="cannot be written into a checkpoint"):
         tuner.train(recipe(tmp_path, CONFIGS["gptj"]))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

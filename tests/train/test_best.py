@@ -12,8 +12,8 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.checkpoint.manifest import step_dirs
-from tuner.config.duration import Duration
 from tuner.config.methods import DpoMethod
+from tuner.config.numbers import Duration
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task

@@ -15,9 +15,8 @@ from tests.contracts.syntax import ROOT
 from tests.fixtures import tables, trainings
 from tests.fixtures.processes import fake_group
 from tests.fixtures.trainings import launch, lines
-from tuner.config.load import load_recipe
+from tuner.config.load import Override, load_recipe
 from tuner.config.optimizers import Optimizer
-from tuner.config.overrides import Override
 from tuner.errors import PluginError, RecipeError
 from tuner.parallel.layouts import ShardLayout, layouts_of
 from tuner.run.options import LaunchOptions

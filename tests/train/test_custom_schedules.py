@@ -9,14 +9,12 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.cli.work.schedule import drawing, planned_schedule
-from tuner.config.duration import Duration
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.errors import PluginError, RecipeError
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import build_schedule
+from tuner.train.plan import build_schedule, plan_steps
 
 CODE = Path(__file__).with_name("own_schedules.py").read_text(encoding="utf-8")
 ROWS = np.full(40, 100, dtype=np.int64)

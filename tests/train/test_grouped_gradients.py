@@ -13,16 +13,15 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tests.model.test_compile import LONGEST, TOKENS, root_for
-from tests.profile.test_rates import SHAPES, tree_of
+from tests.profile.test_devices import SHAPES, tree_of
 from tuner.config.load import load_recipe
 from tuner.model import blocks
 from tuner.model.blocks import compile_blocks
 from tuner.model.documents import Padding
 from tuner.parallel import assemble
 from tuner.profile.allocations import AllocationTracker
-from tuner.profile.devices import find_device
+from tuner.profile.devices import find_device, steps_of
 from tuner.profile.predict import Target, predict
-from tuner.profile.rates import steps_of
 from tuner.runtime import torch_private
 from tuner.runtime.device import compiler_problem
 from tuner.runtime.dist import RankInfo

@@ -1,8 +1,12 @@
-"""AdamW on the host: torch's fused one on a CPU bit for bit, however it is cut, and what it reads and holds."""
+"""AdamW on the host: torch's fused one on a CPU bit for bit, however it is cut, and what it reads and holds; its
+copies, on a stand-in for `torch.cuda`, right in whatever order streams may run; its states as tensors of a
+checkpoint.
+"""
 
+import gc
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,15 +14,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.fixtures import tables
-from tests.fixtures.operations import Operations
+from tests.fixtures.cuda_stub import WAYS, LazyCuda, LazyStream, lazy_cuda
+from tests.fixtures.processes import fake_group
+from tests.fixtures.tensors import Operations
 from tests.train.test_optimizer import SECTIONS
 from tuner.config.load import load_recipe
+from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import RecipeError
+from tuner.runtime.parts import local
 from tuner.train import host_adamw
-from tuner.train.host_adamw import UNIT, HostAdamW, buckets
-from tuner.train.optimizer import OptimizerSet, build_optimizer
+from tuner.train import optimizer as optimizer_module
+from tuner.train.host_adamw import UNIT, HostAdamW, HostLink, buckets
+from tuner.train.optimizer import OptimizerSet, _as_sharded, build_optimizer
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (7, 4), "layer.weight": (37, 53), "layer.bias": (1001,), "norm.weight": (4,),
@@ -153,3 +164,145 @@ def test_without_parameters_there_is_nothing_to_do() -> None:
     optimizer = HostAdamW(groups, (0.9, 0.9), 1e-8)
     optimizer.step()
     assert optimizer.problem is None
+
+
+SIZES, BUCKET, STEPS = (70, 16, 33, 5), 32, 3
+Weights = list[torch.Tensor]
+
+
+def gradient(step: int, number: int) -> torch.Tensor:
+    return torch.randn(SIZES[number], generator=torch.Generator().manual_seed(10 * step + number))
+
+
+def started() -> Weights:
+    return [torch.nn.Parameter(gradient(99, number)) for number in range(len(SIZES))]
+
+
+def expected() -> list[Weights]:
+    """The weights after each step of torch's fused AdamW."""
+    weights, found = started(), []
+    optimizer = torch.optim.AdamW(weights, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, fused=True)
+    for step in range(STEPS):
+        for number, weight in enumerate(weights):
+            weight.grad = gradient(step, number)
+        optimizer.step()
+        found.append([weight.detach().clone() for weight in weights])
+    return found
+
+
+@torch.no_grad()
+def trained(cuda: LazyCuda) -> list[Weights]:
+    """The weights that each step's successor reads on the device, where gradients are made and dropped, too."""
+    weights, seen = started(), list[Weights]()
+    groups = [{"params": weights, "lr": 0.1, "weight_decay": 0.2}]
+    optimizer = HostAdamW(groups, (0.9, 0.95), 1e-8, BUCKET)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+
+    def backward(step: int) -> None:
+        for number, weight in enumerate(weights):
+            assert weight.grad is not None
+            weight.grad.copy_(gradient(step, number))
+
+    def forward_again() -> None:
+        seen.append([weight.detach().clone() for weight in weights])
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad.fill_(torch.nan)  # its memory is something else's
+
+    for step in range(STEPS):
+        cuda.current.add(lambda step=step: backward(step))  # type: ignore[misc]
+        optimizer.step()
+        cuda.current.add(forward_again)
+    cuda.finish()
+    return seen
+
+
+def is_right(way: str) -> bool:
+    with lazy_cuda(way) as cuda:
+        found = trained(cuda)
+    pairs = zip(found, expected(), strict=True)
+    return all(torch.equal(a, b) for ours, torchs in pairs for a, b in zip(ours, torchs, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_order_that_streams_may_take_gives_the_same_bits(way: str) -> None:
+    assert is_right(way)
+
+
+def nothing(*args: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("missing", tables.cases(__file__, "each_wait_is_needed"))
+def test_each_wait_is_needed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = missing.partition(":")[0]
+    monkeypatch.setattr(LazyStream if name == "wait_event" else HostLink, name, nothing)
+    assert not all(map(is_right, WAYS))
+
+
+def test_a_bucket_is_updated_while_others_are_copied() -> None:
+    """Before the host waits for a bucket, those after it are on their way, as many as there are buffers for."""
+    with lazy_cuda("late") as cuda:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(200))], "lr": 0.1, "weight_decay": 0.0}]
+        optimizer, ahead = HostAdamW(groups, (0.9, 0.95), 1e-8, 16), list[int]()
+        wait = HostLink.wait
+
+        def waited(link: HostLink, slot: Any) -> None:
+            ahead.append(sum(slot.fetched is not None for slot in link.slots))
+            down = slot.fetched.stream
+            assert down.done < len(down.queue)
+            wait(link, slot)
+            assert down.done < len(down.queue) or len(ahead) > 12, "copies are left for the time of the update"
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostLink, "wait", waited)
+            groups[0]["params"][0].grad = torch.ones(200)  # type: ignore[attr-defined]
+            optimizer.step()
+        assert len(ahead) == 13 and ahead[0] == 3
+        cuda.finish()
+
+
+def test_page_locked_memory_is_bounded_and_given_back() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(4000))], "lr": 0.1, "weight_decay": 0.0}]
+    with lazy_cuda("late"):
+        optimizer, locked = HostAdamW(groups, (0.9, 0.95), 1e-8, 64), torch.cuda.cudart().locked
+        assert optimizer.problem is None and sum(locked.values()) == 3 * 2 * 64 * 4
+        del optimizer
+        gc.collect()
+        assert not locked
+
+
+def test_a_system_that_refuses_to_page_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(optimizer_module, "pass_on", said.append)
+    section = AdamwOptimizer(lr=0.1, offload="host")
+    with lazy_cuda("early", refuse=801):
+        optimizer_module.build_optimizer(section, {"one.weight": torch.nn.Parameter(torch.zeros(4, 16))})
+    (text,) = said
+    assert text.startswith("CUDA cannot page-lock 256 bytes of host memory (error 801): the optimizer's copies wait")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with fake_group(3, 4):
+        yield
+
+
+@pytest.mark.parametrize(("axes", "names"), [((4,), ("shard",)), ((2, 2), ("replicate", "shard"))])
+def test_they_lie_over_the_same_processes_and_stay_where_they_are(
+    axes: tuple[int, ...], names: tuple[str, ...], group: None
+) -> None:
+    mesh, placements = init_device_mesh("cuda", axes, mesh_dim_names=names), [Replicate(), Shard(0)][-len(axes) :]
+    part = torch.empty(3, 5, device="meta")
+    parameter = DTensor.from_local(part, mesh, placements, run_check=False, shape=(3 * axes[-1], 5), stride=(5, 1))
+    moment = torch.ones(3, 5)
+    found = _as_sharded("exp_avg", moment, parameter)
+    assert isinstance(found, DTensor) and found.shape == parameter.shape and found.placements == parameter.placements
+    assert local(found).data_ptr() == moment.data_ptr()
+    there = found.device_mesh
+    assert (there.device_type, there.mesh_dim_names) == ("cpu", names) and torch.equal(there.mesh, mesh.mesh)
+    assert there.get_coordinate() == mesh.get_coordinate()
+    assert [there.get_group(axis) for axis in names] == [mesh.get_group(axis) for axis in names]
+    again = _as_sharded("exp_avg_sq", moment, parameter)
+    assert isinstance(again, DTensor) and again.device_mesh is there

@@ -1,4 +1,6 @@
-"""A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes."""
+"""A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes; and what sections
+of methods say of their figures.
+"""
 
 import json
 from dataclasses import replace
@@ -6,8 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tests.caches import new_cache
 from tests.contracts.syntax import ROOT
@@ -16,12 +20,14 @@ from tests.fixtures.trainings import launch, lines
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.config.methods import CustomMethod, Examples
 from tuner.config.recipe import UNIONS
+from tuner.data.batches import StepBatches, collate
+from tuner.data.prepared import Row
 from tuner.errors import PluginError
-from tuner.model.output_layer import LogitTransform
+from tuner.model.output_layer import LogitTransform, OutputLayer
 from tuner.runtime.dist import RankInfo
 from tuner.setup import build
 from tuner.setup.build import Assembly
-from tuner.train.methods.method import Method, build_method
+from tuner.train.methods.method import Method, build_method, logged
 from tuner.train.progress import CLOCKED
 from tuner.train.step import forward_backward
 
@@ -103,8 +109,7 @@ def test_figures_are_means_over_the_global_batch_for_any_micro_batch(workplace: 
 
 
 def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) -> None:
-    from tuner.config.load import load_recipe
-    from tuner.config.overrides import Override
+    from tuner.config.load import Override, load_recipe
     from tuner.data.building.spec import keys_of, prepare_spec
 
     def key(**flags: str) -> str:
@@ -219,3 +224,37 @@ def test_mistakes_are_named(assembly: Assembly, tmp_path: Path, code: str, use: 
     (tmp_path / "my_loss.py").write_text(code)
     with pytest.raises(PluginError, match=said):
         forward_with(assembly, tmp_path / "my_loss.py", use)
+
+
+HEADING = 7
+
+
+def of_documents() -> list[str]:
+    """Kinds over pairs or labelled documents that need nothing but their defaults."""
+    found = []
+    for kind, section in UNIONS["method"].items():
+        try:
+            built: Any = section()
+        except ValidationError:
+            continue
+        found += [kind] if built.examples.kind in {"preference", "unpaired"} else []
+    return found
+
+
+@pytest.mark.parametrize("kind", of_documents())
+def test_a_section_names_what_its_method_logs(kind: str) -> None:
+    section: Any = UNIONS["method"][kind]()
+    method = build_method(section)
+    lengths = np.array([4, 5, 3, 6], dtype=np.int32)
+    trained = np.concatenate([np.arange(n) >= n - 2 for n in lengths])
+    ids = np.random.default_rng(0).integers(0, 11, int(lengths.sum()))
+    batch = method.made_up(collate([Row(ids, trained, lengths, np.arange(4))]))
+    columns = {name: torch.as_tensor(values) for name, values in method.columns(batch).items()}
+    columns |= {"kl": torch.zeros(())} if method.mismatched else {}
+    at = method.positions(batch)
+    targets = torch.as_tensor(batch.targets[at])
+    terms = method.terms(torch.randn(len(at), 5), OutputLayer(torch.randn(11, 5)), targets, columns)
+    assert set(section.figures) == set(logged(terms))
+    assert all(len(figure.heading) <= HEADING for figure in section.figures.values())
+    counts = method.counts(StepBatches(np.arange(1), len(at), len(ids), [batch], batch.trained_per_document, 4))
+    assert {one.per for one in (*terms.losses.values(), *terms.figures.values())} <= set(counts)

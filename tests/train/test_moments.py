@@ -1,13 +1,18 @@
-"""Numbers in 8 bits: how far each may be off, what is exact, and that no block reaches beyond its row."""
+"""Numbers in 8 bits: how far each may be off, what is exact, and that no block reaches beyond its row; zeros that
+take no memory before the first write.
+"""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from tuner.train.moments import BLOCK, CodeMap, code_map, decode, encode, rows_of, scales_shape
+from tuner.train.moments import BLOCK, SMALL, CodeMap, code_map, decode, encode, rows_of, scales_shape, zeros_like
 
 CPU = torch.device("cpu")
 MAPS = {"signed": code_map(True, CPU), "unsigned": code_map(False, CPU)}
@@ -117,3 +122,36 @@ def test_rows_are_what_the_first_dimension_counts() -> None:
     assert scales_shape((5, 40, 30)) == (5, 5)
     assert rows_of((7,)) == (7, 1)
     assert rows_of(()) == (1, 1)
+
+
+def resident() -> int:
+    """Bytes of anonymous memory that this process holds."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (3, 5), (SMALL, 2), (64, SMALL // 32, 3)])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_zeros_are_torch_s_own(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    parameter = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    found, expected = zeros_like(parameter, dtype), torch.zeros_like(parameter, dtype=dtype)
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+    assert torch.equal(found.add_(1), expected.add_(1))
+
+
+def test_strides_of_its_own_are_kept_and_fake_tensors_stay_fake() -> None:
+    assert zeros_like(torch.ones(512, 1024).T).stride() == (1, 1024)
+    with FakeTensorMode():
+        parameter = torch.ones(512, 1024)
+        assert type(zeros_like(parameter)) is type(parameter)
+
+
+def test_zeros_take_memory_when_they_are_written() -> None:
+    parameter = torch.ones(1 << 24)
+    before = resident()
+    found = zeros_like(parameter)
+    assert resident() - before < 1 << 20
+    found.add_(1)
+    assert resident() - before > 60 << 20

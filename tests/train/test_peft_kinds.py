@@ -35,10 +35,7 @@ class Noted(StepPart):
 def assembled(model: Path, config: dict[str, Any]) -> Assembly:
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "max_grad_norm": "never", "duration": f"{STEPS} steps"}
     recipe = recipe_for(
-        model,
-        adapter={"kind": "peft", "config": config},
-        train=sizes,
-        optimizer={"lr": LR, "weight_decay": 0.0},
+        model, adapter={"kind": "peft", "config": config}, train=sizes, optimizer={"lr": LR, "weight_decay": 0.0},
         schedule={"kind": "constant", "warmup": "never"},
     )
     return assembly_for(recipe, [9, 30, 14, 21, 7, 18, 25, 11], RankInfo())

@@ -1,4 +1,6 @@
-"""Row-wise AdamW: the dense one where every row is touched, lazy elsewhere, and the same whoever holds a row."""
+"""Row-wise AdamW: the dense one where every row is touched, lazy elsewhere, and the same whoever holds a row; of
+its gradients each row of the global batch once, wherever it lies, and once in the norm.
+"""
 
 import re
 from pathlib import Path
@@ -8,30 +10,35 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.fixtures import tables
+from tests.fixtures.processes import run_ranks
+from tests.parallel.test_lookup import LENGTHS, TOKENS, WIDTH, Scaled, ids_of, module, values
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.cli.work.schedule import peaks
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
-from tuner.model.touched_rows import TouchedRows
-from tuner.parallel.mesh import Mesh
+from tuner.model.touched_rows import ByRows, TouchedRows
+from tuner.parallel.fsdp import squared_norm, sum_whole_gradients
+from tuner.parallel.lookup import spread, sum_over_copies
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
 from tuner.setup.build import Assembly, run_tensors
 from tuner.setup.check_model import check_model
 from tuner.setup.findings import Findings
 from tuner.train.optimizer import OptimizerSet, build_optimizer
-from tuner.train.row_gradients import RowGradients
+from tuner.train.row_adamw import RowGradients
 from tuner.train.step import StepResult, optimizer_step
 
-V, WIDTH, NAME = 12, 6, "embed.weight"
+V, SIZE, NAME = 12, 6, "embed.weight"
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 ONE, CPU = RankInfo(), torch.device("cpu")
 STATE = ("exp_avg", "exp_avg_sq", "row_updates")
@@ -41,10 +48,10 @@ class Table:
     """An embedding and a vector, and what updates them; of steps the rows and their gradients are given."""
 
     def __init__(self, held: range = range(V), **section: Any) -> None:
-        self.embedding = nn.Embedding(V, WIDTH)
-        weight = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.embedding = nn.Embedding(V, SIZE)
+        weight = torch.randn(V, SIZE, generator=torch.Generator().manual_seed(0))
         self.embedding.weight = nn.Parameter(weight[held.start : held.stop].clone())
-        self.other = nn.Parameter(torch.ones(WIDTH))
+        self.other = nn.Parameter(torch.ones(SIZE))
         self.touched = TouchedRows(self.embedding, V)
         self.touched.hold(held.start, len(held))
         values = {"kind": "adamw", "lr": 0.05, "rows": ["embed"], **section}
@@ -61,7 +68,7 @@ class Table:
         inside = (ids >= self.held.start) & (ids < self.held.stop)
         places = torch.where(inside, ids - self.held.start, len(self.held))
         self.touched.add(places, gradients(number)[ids])
-        self.other.grad = torch.ones(WIDTH)
+        self.other.grad = torch.ones(SIZE)
         self.updater.set_factor(1 / (number + 1))
         self.updater.step(torch.tensor(bad), torch.tensor(divisor))
         self.updater.zero_grad()
@@ -74,7 +81,7 @@ class Table:
 
 def gradients(number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 + number)
-    return torch.randn(V, WIDTH, generator=generator) * torch.rand(V, WIDTH, generator=generator) ** 6
+    return torch.randn(V, SIZE, generator=generator) * torch.rand(V, SIZE, generator=generator) ** 6
 
 
 def test_where_every_row_is_touched_it_is_the_dense_one() -> None:
@@ -123,7 +130,7 @@ def test_a_row_that_comes_late_takes_a_step_as_large_as_one_that_comes_early() -
     before = ours.tensors[NAME]
     ours.step([0, 7], 0)
     moved = (ours.tensors[NAME] - before)[7].abs()
-    assert moved == pytest.approx(torch.full((WIDTH,), 0.05), rel=1e-3), "the learning rate; by the run's count 3 times"
+    assert moved == pytest.approx(torch.full((SIZE,), 0.05), rel=1e-3), "the learning rate; by the run's count 3 times"
 
 
 def test_an_update_that_is_left_out_changes_nothing() -> None:
@@ -136,7 +143,7 @@ def test_an_update_that_is_left_out_changes_nothing() -> None:
     assert ours.tensors["row_updates"].tolist()[:6] == [0.0, 1.0, 2.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("size", [1, 2 * WIDTH, 5 * WIDTH])
+@pytest.mark.parametrize("size", [1, 2 * SIZE, 5 * SIZE])
 def test_bits_depend_neither_on_pieces_nor_on_who_holds_a_row(size: int) -> None:
     whole, parts = Table(), [Table(range(0, 5)), Table(range(5, 11)), Table(range(11, V)), Table(range(V, V))]
     with patch.dict("tuner.train.row_adamw.CHUNK", {"cpu": size}):
@@ -152,7 +159,7 @@ def test_bits_depend_neither_on_pieces_nor_on_who_holds_a_row(size: int) -> None
 def test_pieces_whose_slots_are_all_empty_leave_everything() -> None:
     """On a device nobody asks which ones they are."""
     plain, asked = Table(), Table()
-    with patch.dict("tuner.train.row_adamw.CHUNK", {"cuda": 2 * WIDTH, "cpu": 2 * WIDTH}):
+    with patch.dict("tuner.train.row_adamw.CHUNK", {"cuda": 2 * SIZE, "cpu": 2 * SIZE}):
         for number, rows in enumerate(([0, 3, 11], [11], [])):
             asked.step(rows, number)
             with patch("tuner.train.row_adamw.target", lambda tensor: "cuda"):
@@ -249,7 +256,7 @@ def test_a_step_with_a_bad_gradient_is_left_out(model: Path) -> None:
 
 
 def test_a_step_has_room_for_the_tokens_of_its_global_batch() -> None:
-    rows = RowGradients({NAME: TouchedRows(nn.Embedding(V, WIDTH), 5)}, Mesh(), CPU)
+    rows = RowGradients({NAME: TouchedRows(nn.Embedding(V, SIZE), 5)}, Mesh(), CPU)
     rows.begin([np.array([1, 1, 2]), np.array([7, 8])])
     with pytest.raises(ValueError, match="6 tokens are looked up in a step, and there is room for 5"):
         rows.begin([np.array([1, 1, 2]), np.array([7, 8, 9])])
@@ -258,8 +265,8 @@ def test_a_step_has_room_for_the_tokens_of_its_global_batch() -> None:
 @pytest.mark.parametrize(("sections", "said"), tables.cases(__file__, "what_does_not_go_together_is_refused"))
 def test_what_does_not_go_together_is_refused(sections: dict[str, dict[str, Any]], said: str) -> None:
     tree: dict[str, Any] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}, "optimizer": {"rows": ["embed"]}}
-    for section, values in sections.items():
-        tree[section] = {**tree.get(section, {}), **values}
+    for section, keys in sections.items():
+        tree[section] = {**tree.get(section, {}), **keys}
     with pytest.raises(RecipeError, match=re.escape(said)):
         load_recipe(tree)
 
@@ -287,3 +294,92 @@ def test_rates_of_rows_are_drawn_with_the_others(model: Path) -> None:
     rows = [{"match": "embed_tokens", "lr": 0.5}, "embed_tokens"]
     assert peaks(recipe_for(model, optimizer={"rows": rows}))[-1] == ("rows.0.lr", 0.5)
     assert len(peaks(recipe_for(model, optimizer={"rows": rows}))) == 2
+
+
+ROUNDS = 2
+
+
+def laid_out(weight: torch.Tensor, mesh: Mesh, rank: int, most: int) -> tuple[nn.Module, TouchedRows]:
+    """The embedding, in shards where the mesh has them, and its touched rows."""
+    device_mesh = mesh.device_meshes("cpu").weights
+    if device_mesh is None:
+        embedding = module(Scaled, len(weight), 3)
+        embedding.weight.data.copy_(weight)
+        touched = TouchedRows(embedding, most)
+        vars(embedding)["forward"] = ByRows(touched)
+        return nn.ModuleList([embedding]), touched
+    with torch.device("meta"):
+        embedding = module(Scaled, len(weight), 3)
+    touched = TouchedRows(embedding, most)
+    assert spread(embedding, device_mesh, TOKENS, touched), "whether it pays or not"
+    root = nn.ModuleList([embedding]).to_empty(device="cpu")
+    local = device_mesh.size(device_mesh.ndim - 1)
+    if own := weight.chunk(local)[rank % local : rank % local + 1]:
+        shard = embedding.weight
+        assert isinstance(shard, DTensor)
+        shard.to_local().detach().copy_(own[0])
+    return root, touched
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("shape", "way"), [((1, 2), "full"), ((2, 2), "hybrid"), ((1, 2), "none")])
+def test_each_row_of_the_global_batch_is_there_once(shape: tuple[int, int], way: str, tmp_path: Path) -> None:
+    """Of tables with more rows than a step has tokens, and with fewer, of which no shard pays."""
+    size = shape[0] * shape[1]
+
+    def work(rank: int) -> None:
+        for rows in (41, 9):
+            check(rank, rows)
+
+    def check(rank: int, rows: int) -> None:
+        mesh = Mesh.of(RankInfo(rank, size, rank % shape[1], shape[1]), MeshSpec(way))
+        weight = values(rows, torch.float32).nan_to_num(0, 0, 0)
+        whole = module(Scaled, rows, 3)
+        whole.weight.data.copy_(weight)
+        root, touched = laid_out(weight, mesh, rank, ROUNDS * max(LENGTHS[:size]) * size)
+        of_step = RowGradients({NAME: touched}, mesh, torch.device("cpu"))
+        of_step.begin(ids_of(rank, rows, step).numpy() for step in range(ROUNDS))
+        looked_up = set[int]()
+        for step in range(ROUNDS):
+            for other in range(size):
+                ids = ids_of(other, rows, step)
+                looked_up |= set(ids.flatten().tolist())
+                (whole(ids) ** 3).sum().backward()
+            (root[0](ids_of(rank, rows, step)) ** 3).sum().backward()
+        if way == "none":
+            sum_whole_gradients(p for name, p in root.named_parameters() if not of_step.owns(name))
+        else:
+            sum_over_copies(root)
+        of_step.after_backward()
+        gradient, wanted = of_step.gradients()[NAME], whole.weight.grad
+        assert root[0].weight.grad is None and wanted is not None and touched.rows is not None
+        own = [row for row in touched.rows.tolist() if row < touched.count]
+        held = range(touched.first, touched.first + touched.count)
+        assert [row + touched.first for row in own] == [row for row in sorted(looked_up - {3}) if row in held]
+        values_of = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        assert isinstance(gradient, DTensor) == (way != "none") and values_of.shape == (touched.room, WIDTH)
+        expected = wanted[held.start : held.stop][own]
+        torch.testing.assert_close(values_of[: len(own)], expected, rtol=1e-6, atol=1e-7)
+        assert not values_of[len(own) :].any()
+        square = squared_norm([gradient], mesh)
+        dist.all_reduce(square)
+        torch.testing.assert_close(square, wanted.double().square().sum(), rtol=1e-6, atol=0)
+
+    assert run_ranks(size, tmp_path, work) == [0] * size
+
+
+@pytest.mark.multi
+def test_a_process_whose_backward_pass_does_not_get_there_counts_as_zeros(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        mesh = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("none"))
+        root, touched = laid_out(torch.ones(7, WIDTH), mesh, rank, 4)
+        of_step = RowGradients({NAME: touched}, mesh, torch.device("cpu"))
+        ids = torch.tensor([[1, 5]])
+        of_step.begin([ids.numpy()])
+        if rank:
+            root[0](ids).sum().backward()
+        of_step.after_backward()
+        gradient = of_step.gradients()[NAME]
+        torch.testing.assert_close(gradient[:2], torch.full((2, WIDTH), Scaled.embed_scale))
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from tools.advice.proposals import resolved, written
 from tools.commands import asked, read_lines, workplace
-from tuner.config.dump import flatten, flow, recipe_dict
 from tuner.config.imported import import_text
+from tuner.config.load import flatten, recipe_dict
 from tuner.config.other_methods import PAIRS
+from tuner.config.yaml import flow
 from tuner.errors import RecipeError
 
 TABLE = Path(__file__).resolve().parent / "files.jsonl"

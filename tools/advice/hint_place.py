@@ -19,8 +19,7 @@ from typing import Any
 from tools.advice.hint_cases import Case
 from tools.advice.hint_words import AND, RUN, Line, Way, placed, ways, with_lines, with_words
 from tools.changes import apply
-from tuner.config.dump import flatten, recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import flatten, load_recipe, recipe_dict
 
 Starts = Mapping[str, Callable[["Place"], object]]
 BASE: Mapping[str, Any] = {

@@ -19,9 +19,8 @@ TUNER = Path(__file__).resolve().parents[2] / "tuner"
 HOLE = "\N{SECTION SIGN}"
 """What stands in a text for a value that is put in."""
 FOLLOWED_ELSEWHERE = (
-    "config/advice.py", "config/conversion.py", "config/imported.py", "config/not_supported.py", "config/other_",
-    "data/reading/proposals.py", "cli/layout.py",
-)  # fmt: skip
+    "config/advice.py", "config/imported.py", "config/other_", "data/reading/proposals.py", "cli/app.py",
+)
 """Files whose proposals are followed by the other parts, by the beginnings of their names."""
 _WRITE = re.compile(r"(?<!cannot )\b(?:write|set) (?!a commented\b|out\b|HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")
 _FLAG = re.compile(r"(?<![\w-])--[a-z]")

@@ -28,12 +28,10 @@ from tools.advice.proposals import differences, merged, proposed, resolved, with
 from tools.commands import asked, read_lines, workplace
 from tools.tables import beside
 from tuner.config.check import check
-from tuner.config.dump import flow
 from tuner.config.imported import import_text
 from tuner.config.other_configs import Tool
 from tuner.config.other_methods import PAIRS
-from tuner.config.tree import Problems, tree_of
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, flow, read_yaml, tree_of
 from tuner.errors import Problem, RecipeError
 
 HERE = Path(__file__).resolve().parent

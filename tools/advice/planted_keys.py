@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tuner.config import conversion, not_supported
+from tuner.config import other_keys, other_tools
 from tuner.config.other_rules import bound, count, number_of, switch, words
 
 _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
@@ -30,11 +30,11 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 @contextmanager
 def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Replace the rule of one key, also where the key has none."""
-    with patch.dict(conversion.rules(), {key: rule}), patch.dict(not_supported.absent_names()):
-        not_supported.absent_names().pop(key, None)
-        conversion.known_names.cache_clear()
+    with patch.dict(other_keys.rules(), {key: rule}), patch.dict(other_tools.absent_names()):
+        other_tools.absent_names().pop(key, None)
+        other_keys.known_names.cache_clear()
         yield
-    conversion.known_names.cache_clear()
+    other_keys.known_names.cache_clear()
 
 
 def missed() -> list[str]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.check import check
-from tuner.config.dump import flatten, recipe_dict
 from tuner.config.fields import fields, find
+from tuner.config.load import flatten, recipe_dict
 from tuner.config.recipe import UNIONS
-from tuner.config.tree import Problems, tree_of
-from tuner.config.yaml import read_yaml
+from tuner.config.yaml import Problems, read_yaml, tree_of
 from tuner.errors import RecipeError
 
 _PROPOSES = re.compile(r"(?P<verb>\b(?:write|did you mean|with|and|set))\s+(?:--)?(?=[a-z_])")

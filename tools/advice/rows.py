@@ -60,12 +60,11 @@ class Place:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         from tuner.config.recipe import AddedToken
-        from tuner.data.encoding.named_templates import template_source
-        from tuner.data.encoding.tokenizer import TextTokenizer
-        from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, with_tokens
+        from tuner.data.encoding.tokenizer import TextTokenizer, byte_files, with_tokens
+        from tuner.data.encoding.tokenizer_files import template_source
 
         ends = [AddedToken(token=token, special=True) for token in (BEGIN, END)]
-        files, _ = with_tokens(byte_tokenizer_files(), ends)
+        files, _ = with_tokens(byte_files(), ends)
         del files["chat_template.jinja"]
         chatml = template_source("chatml")
         self.tokenizers = {None: TextTokenizer(files)}
@@ -88,7 +87,7 @@ class Place:
     def trained(self, recipe: Mapping[str, Any]) -> tuple[list[Any], list[list[tuple[str, bool]]]]:
         """The examples in the rows, and of each its documents as runs of text that is trained or not. DataError."""
         from tuner.config.load import load_recipe
-        from tuner.data.building.explain import explain
+        from tuner.data.building.documents import explain
         from tuner.data.building.spec import PrepareSpec
         from tuner.data.reading.blocks import blocks, examples_of
         from tuner.data.reading.problems import RecordProblem

@@ -12,10 +12,10 @@ import torch
 from tools.gpu_day.arithmetic import kernels_of
 from tools.gpu_day.record import Day
 from tuner.model.documents import Documents
-from tuner.model.flash_versions import USUAL, Heads, Version, one_pass, random_inputs, used, versions_for
+from tuner.model.fastest import USUAL_FLASH, Heads, Version, one_pass, random_inputs, used, versions_for
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import OutputLayer
-from tuner.profile import rates as table
+from tuner.profile import devices as table
 from tuner.runtime.device import generation
 
 TOKENS = 8192
@@ -78,7 +78,7 @@ def attention(day: Day, heads: Heads, length: int, window: int) -> dict[str, Any
     if day.on_gpu:
         versions += versions_for([heads], generation(device.index))
     for version in versions:
-        leaves, name = random_inputs(heads, lengths, device), USUAL if version is None else version.name
+        leaves, name = random_inputs(heads, lengths, device), USUAL_FLASH if version is None else version.name
         try:
             with used(version):
                 took = day.seconds(lambda k=leaves: one_pass(heads, k, documents, window), 12, 4)
@@ -109,10 +109,10 @@ def record(lines: list[dict[str, Any]], path: Path) -> str:
     found = {line["what"]: line for line in lines if line["part"] == "rates" and "op/s" in line or "bytes/s" in line}
     products = [[*sides, found[_named(*sides)]["op/s"]] for sides in PRODUCTS if _named(*sides) in found]
     attended = [
-        [ATTENTION[name][1], line[USUAL]]
+        [ATTENTION[name][1], line[USUAL_FLASH]]
         for name in OF_RECORD
         for line in lines
-        if line["what"] == f"attention, {name}" and isinstance(line.get(USUAL), float)
+        if line["what"] == f"attention, {name}" and isinstance(line.get(USUAL_FLASH), float)
     ]
     if not products or not attended or "copy" not in found:
         raise ValueError("there are no rates: run it with --only machine rates steps")

@@ -12,7 +12,7 @@ from tools.gpu_day.peer import write_rows, write_tokenizer
 from tools.gpu_day.record import Day
 from tools.gpu_day.runs import trained
 from tools.gpu_day.starts import saved_model
-from tuner.profile.rates import MeasuredStep, measured, steps_of
+from tuner.profile.devices import MeasuredStep, measured, steps_of
 
 STEPS = 6
 TRACED = 4

@@ -6,11 +6,10 @@ from typing import Literal
 
 from tuner.api.given import absolute
 from tuner.config.numbers import parse_bytes
-from tuner.export.hf import run_export
+from tuner.export.hf import ExportReport, run_export
 from tuner.export.hub import PushReport, find_export, plan_push
 from tuner.export.hub import push as upload
 from tuner.export.plan import ExportOptions, plan_export
-from tuner.export.report import ExportReport
 from tuner.export.source import Weights
 from tuner.rundir.in_store import publish
 

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.config.dump import flow
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.config.store_rules import inputs_of
+from tuner.config.yaml import flow
 from tuner.errors import RecipeError
-from tuner.rundir.base_model import require_base_model
 from tuner.rundir.in_store import Extent, bring, bring_inputs
+from tuner.rundir.model_path import require_base_model
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 from tuner.stages import local_path

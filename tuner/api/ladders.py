@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tuner.api.given import RecipeSource, absolute, level_of, loaded_of
-from tuner.ladder.benchmark import Benchmark, benchmarked
 from tuner.ladder.fit import Settings
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
-from tuner.ladder.launch import PlannedRung, RungResult, note_plan, predicted, run_rungs
-from tuner.ladder.marks import places, read_marks, statuses, with_prefix
+from tuner.ladder.launch import Benchmark, PlannedRung, RungResult, benchmarked, note_plan, predicted, run_rungs
 from tuner.ladder.plan_page import check_output, write_plan
 from tuner.ladder.points import Size, points_of
-from tuner.ladder.record import LadderRecord, find_rung, read_ladders
+from tuner.ladder.record import LadderRecord, find_rung, places, read_ladders, read_marks, statuses, with_prefix
 from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 
 

@@ -7,9 +7,8 @@ from typing import Any
 from tuner.api.given import RecipeSource, absolute, console_of, loaded_of, overrides_of
 from tuner.config.load import LoadedRecipe, RecipeText, load_recipe
 from tuner.errors import RecipeError
-from tuner.run.score import Score, find_trained, run_recipe, score
-from tuner.run.score_tasks import TasksScore, own_recipe, with_tasks
-from tuner.run.score_tasks import score_tasks as score_on_tasks
+from tuner.run.score import Score, TasksScore, find_trained, own_recipe, run_recipe, score, with_tasks
+from tuner.run.score import score_tasks as score_on_tasks
 from tuner.runtime.dist import RankInfo
 
 

@@ -111,7 +111,7 @@ class Staging:
     def release(self) -> None:
         """Give the memory back. No staged state may be used after it."""
         if self._pinned:
-            from tuner.runtime.page_lock import page_unlock
+            from tuner.runtime.host import page_unlock
 
             page_unlock(self._block)
             self._pinned = False
@@ -134,7 +134,7 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
 
 def _pin(block: torch.Tensor, device: torch.device) -> str | None:
     """Page-lock a block; what a person should know where CUDA refuses. ``device`` must be the calling thread's own."""
-    from tuner.runtime.page_lock import page_lock  # of CUDA alone
+    from tuner.runtime.host import page_lock  # of CUDA alone
 
     code = page_lock(block, device)
     if code == 0:

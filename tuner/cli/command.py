@@ -27,17 +27,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from tuner.cli import output
 from tuner.cli.commands import BODIES, PARAMETERS
-from tuner.cli.output import (
-    Outcome,
-    between_words,
-    failure_document,
-    note_stdout,
-    outcome_document,
-    read_document,
-    terminal_columns,
-    write_document,
-)
+from tuner.cli.output import Outcome
 from tuner.config.store_rules import inputs_of
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
@@ -48,14 +40,13 @@ from tuner.runtime.warned import Warned, collected
 from tuner.stages import local_path
 
 if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
-    from tuner.config.overrides import Override
+    from tuner.config.load import LoadedRecipe, Override, ReadRecipe, RecipeText, Source
     from tuner.runtime.console import Console, Level
 else:
     Console = object  # which loads rich: help and completion do without
 
 __all__ = [
-    "Console", "Flags", "Outcome", "OutputOptions", "command", "console_of", "given_overrides", "input_path",
+    "Console", "Flags", "Outcome", "OutputOptions", "command", "console_of", "overrides_in", "input_path",
     "level_of", "load_for_command", "load_one_run", "run_command", "stopped_as",
 ]  # fmt: skip
 Flags = list["Override"]
@@ -114,7 +105,7 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), f
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
     Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
     """
-    from tuner.rundir.base_model import require_base_model
+    from tuner.rundir.model_path import require_base_model
 
     loaded = read_for_command(argument, overrides).whole()
     if fetches:
@@ -176,12 +167,12 @@ def _source(argument: str | None, overrides: Sequence[Override]) -> Source:
 _OVERRIDES = "write one with: tuner profile RECIPE --fit --json > FILE"
 
 
-def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[Override]:
+def overrides_in(source: str | None, typed: Sequence[Override] = ()) -> list[Override]:
     """The `overrides` of a document that `tuner profile --fit --json` printed, less those that are typed as flags.
 
     `source` is a file or `-`, as in :func:`input_path`: a failed document ends the command with its exit code.
     """
-    from tuner.config.overrides import Override
+    from tuner.config.load import Override
 
     if source is None:
         return []
@@ -264,7 +255,7 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     except _PassedOn as passed:
         code = int(passed.document["exit_code"])
         say(f"error: {passed.document.get('command', 'the command before')} {passed.document['status']} (exit {code})")
-        _finish(stdout, write_document(passed.document) if options.json else None, code)
+        _finish(stdout, output.write_document(passed.document) if options.json else None, code)
     except BaseException as error:  # every way to fail ends in one line and an exit code
         if isinstance(error, SystemExit):
             raise
@@ -275,7 +266,7 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     outcome.warnings = warned.texts
     if outcome.status == "stopped" and outcome.exit_code == 0:
         outcome.exit_code = int(ExitCode.STOPPED)
-    line = write_document(outcome_document(name, outcome)) if options.json else outcome.result
+    line = output.write_document(output.outcome_document(name, outcome)) if options.json else outcome.result
     _finish(stdout, line, outcome.exit_code)
 
 
@@ -300,15 +291,15 @@ def _answer_signal(name: str, options: OutputOptions, stdout: int, warned: Warne
     if left is None:
         error, code = TunerError("interrupted"), int(ExitCode.INTERRUPTED)
         stop.say("error: interrupted" if _rank() == 0 else f"error on rank {_rank()}: interrupted")
-        document, line = failure_document(name, code, KeyboardInterrupt.__name__, error), ""
+        document, line = output.failure_document(name, code, KeyboardInterrupt.__name__, error), ""
     else:
         said, outcome = left
         if _rank() == 0:
             stop.say(f"{'stopped':<{LABEL_WIDTH}}{said}")
-        document, line, code = outcome_document(name, outcome), outcome.result, outcome.exit_code
+        document, line, code = output.outcome_document(name, outcome), outcome.result, outcome.exit_code
     document["warnings"] = warned.texts
     if _rank() == 0 and (options.json or line):
-        _write_line(stdout, write_document(document) if options.json else line)
+        _write_line(stdout, output.write_document(document) if options.json else line)
     return code
 
 
@@ -318,9 +309,9 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, 
     known = as_tuner_error(error)
     code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
     report_error(known, _rank())
-    document = failure_document(name, code, type(error).__name__, known)
+    document = output.failure_document(name, code, type(error).__name__, known)
     document["warnings"] = warned.texts
-    _finish(stdout, write_document(document) if options.json else None, code)
+    _finish(stdout, output.write_document(document) if options.json else None, code)
 
 
 def report_error(error: TunerError, rank: int = 0) -> None:
@@ -334,8 +325,8 @@ def print_failure(name: str, error: TunerError, json: bool) -> int:
     """Report an error that came before a command's body, in the command's form; return its exit code."""
     report_error(error)
     if json:
-        document = failure_document(name, int(error.exit_code), type(error).__name__, error)
-        _write_line(1, write_document(document))
+        document = output.failure_document(name, int(error.exit_code), type(error).__name__, error)
+        _write_line(1, output.write_document(document))
     return int(error.exit_code)
 
 
@@ -361,7 +352,7 @@ def _recipe_on_stdin() -> str | RecipeText:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise RecipeError("stdin holds no recipe: the command before printed no path", hint="its error is above")
-    if len(lines) == 1 and (document := read_document(lines[0])) is not None:
+    if len(lines) == 1 and (document := output.read_document(lines[0])) is not None:
         return _path_in(_ok(document))
     is_path = len(lines) == 1 and ": " not in lines[0] and not lines[0].rstrip().endswith(":")
     return lines[0].strip() if is_path else RecipeText(text)
@@ -373,7 +364,7 @@ def _document(source: str) -> dict[str, Any]:
         return _sound(_line(sys.stdin))
     try:
         with Path(source).expanduser().open(encoding="utf-8") as file:
-            document = read_document(file.readline(1 << 20).strip())
+            document = output.read_document(file.readline(1 << 20).strip())
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{source}: {error}", hint=_OVERRIDES) from None
     if document is None:
@@ -390,7 +381,7 @@ def _line(stream: IO[str]) -> str:
 
 def _sound(line: str) -> dict[str, Any]:
     """The document on a line. Raises _PassedOn for one of a command that failed."""
-    document = read_document(line)
+    document = output.read_document(line)
     if document is None:
         raise RecipeError("stdin holds neither a path nor a document of tuner", hint="use --json on the command before")
     return _ok(document)
@@ -411,7 +402,7 @@ def _take_stdout() -> int:
     except OSError:
         saved = os.open(os.devnull, os.O_WRONLY)
     os.set_inheritable(saved, False)
-    note_stdout(saved)
+    output.note_stdout(saved)
     os.dup2(2, 1)
     return saved
 
@@ -454,7 +445,7 @@ def _write_line(descriptor: int, line: str) -> None:
 
 def say(text: str, indent: int = 2) -> None:
     """Write lines to stderr: on a terminal broken between words, with what follows indented by so much more."""
-    text = between_words(text, terminal_columns(sys.stderr), indent)
+    text = output.between_words(text, output.terminal_columns(sys.stderr), indent)
     shown = "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )

@@ -32,7 +32,7 @@ def check(flags: Flags, recipe: str | None = None) -> Outcome:
 @command("config show")
 def show(flags: Flags, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
     """Print the whole recipe, defaults included."""
-    from tuner.config.dump import recipe_dict, recipe_yaml
+    from tuner.config.load import recipe_dict, recipe_yaml
 
     loaded = load_for_command(recipe, flags)
     if plot_schedule:
@@ -58,7 +58,7 @@ def _schedule(recipe: "Recipe") -> Outcome:
 @command("config diff")
 def diff(old: str, new: str) -> Outcome:
     """Print the keys in which two recipes differ, defaults included."""
-    from tuner.config.dump import flatten, recipe_dict
+    from tuner.config.load import flatten, recipe_dict
 
     one, other = (flatten(recipe_dict(load_for_command(each).recipe)) for each in (old, new))
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
@@ -70,6 +70,6 @@ def diff(old: str, new: str) -> Outcome:
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""
-    from tuner.config.schema import recipe_schema
+    from tuner.config.fields import recipe_schema
 
     return Outcome(json.dumps(recipe_schema(), indent=2), is_text=True)

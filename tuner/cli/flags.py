@@ -1,6 +1,6 @@
 """The recipe's flags, generated from its model: cyclopts names and explains them.
 
-Their values are merged into the recipe's tree by `tuner.config.overrides`, so that a value from a flag is read and
+Their values are merged into the recipe's tree by `tuner.config.load`, so that a value from a flag is read and
 checked by the code that reads the file, once, together with the rest. cyclopts does not split the command line: it
 takes no `-` for a value, has no names for items of lists (`--data.train.0.path`), drops `--`, and stops at the first
 flag that is wrong; a test holds each of these, so that it is seen when one of them changes.

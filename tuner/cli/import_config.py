@@ -12,7 +12,8 @@ MOST_BYTES = 1 << 20
 @command("import")
 def import_config(file: str, tool: str | None = None, processes: int | None = None) -> Outcome:
     """Convert a configuration of axolotl, LLaMA-Factory, TRL, ArcticTraining and others to a commented recipe."""
-    from tuner.config import dump, imported, other_configs
+    from tuner.config import imported, other_configs
+    from tuner.config.load import recipe_dict
 
     known = next((name for name in other_configs.TOOLS if name == tool), None)
     if tool is not None and known is None:
@@ -23,7 +24,7 @@ def import_config(file: str, tool: str | None = None, processes: int | None = No
     print(f"read      {file}: {other_configs.dialects()[found.tool].title}", file=sys.stderr)
     return Outcome(
         found.text,
-        artifacts={"tool": found.tool, "recipe": dump.recipe_dict(found.recipe), "not_carried_over": list(found.left)},
+        artifacts={"tool": found.tool, "recipe": recipe_dict(found.recipe), "not_carried_over": list(found.left)},
         warnings=[f"not carried over: {item}" for item in found.left],
         next="tuner config check recipe.yaml",
         is_text=True,

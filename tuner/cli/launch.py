@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from tuner.cli.command import Flags, Outcome, command, load_one_run
 from tuner.config.load import LoadedRecipe
 from tuner.errors import RecipeError
-from tuner.submit import cluster, job
-from tuner.submit.job import Volume
+from tuner.submit import cluster
+from tuner.submit.cluster import Volume
 
 CACHE = ".tuner-cache"
 
@@ -33,16 +33,16 @@ def launch(
     loaded = load_one_run(recipe, flags)
     if loaded.path is None:
         raise RecipeError("a cluster reads the recipe from a file", hint="write it into one, and name that")
-    volumes, variables = [job.Volume.of(text) for text in volume or ()], job.variables(env or ())
+    volumes, variables = [cluster.Volume.of(text) for text in volume or ()], cluster.variables(env or ())
     warnings = []
     if on == "kubernetes":
         variables = {"TUNER_CACHE": f"{_volume_of_run(loaded, volumes).path}/{CACHE}"} | variables
         warnings = _not_on_volumes(loaded, volumes)
     typed = (each.flag if each.text is None else f"{each.flag}={each.text}" for each in flags)
-    asked = job.Job(
+    asked = cluster.Job(
         str(loaded.recipe.name), (str(loaded.path), *typed), os.getcwd(), nodes,
-        gpus_per_node, cpus or 8, None if memory is None else job.bytes_of(memory),
-        None if time is None else job.seconds_of(time), image, tuple(volumes), variables,
+        gpus_per_node, cpus or 8, None if memory is None else cluster.bytes_of(memory),
+        None if time is None else cluster.seconds_of(time), image, tuple(volumes), variables,
     )  # fmt: skip
     _require_whole(loaded, nodes * asked.processes)
     text = cluster.text_of(on, asked, given)

@@ -20,7 +20,7 @@ from tuner.runtime.before_torch import prepare_environment
 from tuner.runtime.stop import heed, over
 
 if TYPE_CHECKING:
-    from tuner.config.overrides import Override
+    from tuner.config.load import Override
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -94,7 +94,7 @@ def _overrides(command: str, flags: list[tuple[str, str | None]]) -> list[Overri
     variables = {name: text for name, text in os.environ.items() if name.startswith("TUNER_") and "__" in name}
     if command not in TAKES_RECIPE or not (flags or variables):
         return []
-    from tuner.config.overrides import Override, from_environment
+    from tuner.config.load import Override, from_environment
 
     typed = [Override(key, text) for key, text in flags]
     return [*from_environment(variables, typed), *typed]
@@ -122,7 +122,7 @@ def _message(command: str, error: TyperException, args: Sequence[str] = ()) -> s
     near = get_close_matches(flag, known, 1, 0.75)
     if near or command not in TAKES_RECIPE:
         return f"no option {flag}" + (f"; did you mean {near[0]}?" if near else "")
-    from tuner.config.overrides import unknown
+    from tuner.config.load import unknown
 
     name = flag.lstrip("-").replace("-", "_")
     return f"flag --{name}  {unknown(name, _value_of(flag, args))}"

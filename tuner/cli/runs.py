@@ -14,16 +14,23 @@ from rich.text import Text
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import run_path
 from tuner.cli.output import fitted, stdout_columns
-from tuner.config.dump import flow
+from tuner.config.yaml import flow
 from tuner.errors import DataError, RecipeError, VerificationError, counted
-from tuner.rundir.curves import Chart, charts
-from tuner.rundir.given import sources_of
-from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
+from tuner.rundir.checkpoints import any_valid, problem_of, way_to_whole
+from tuner.rundir.curves import LETTERS, Chart, charts, draw
 from tuner.rundir.layout import CHECKPOINTS, CURVES
-from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
-from tuner.rundir.remove import remove_runs
+from tuner.rundir.record import (
+    Run,
+    differing,
+    find_runs,
+    read_run,
+    read_runs,
+    remove_runs,
+    source_losses,
+    sources_of,
+    summary,
+)
 from tuner.rundir.run_json import TIME_FORMAT
-from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
 from tuner.stages import is_url
@@ -86,7 +93,8 @@ def compare(runs: list[str]) -> Outcome:
         first, *rest = _row(name, item)
         figures = item["eval_figures"]
         lines.append([first, *shown, *rest, *(f"{figures[one]:.4f}" if one in figures else "-" for one in own)])
-    text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
+    across = [*zip(*lines, strict=True)]
+    text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else fitted(across, stdout_columns())
     compared = [{**item, "recipe": recipe} for item, recipe in zip(summaries, values, strict=True)]
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_table=True)
 
@@ -94,7 +102,7 @@ def compare(runs: list[str]) -> Outcome:
 @command("runs plot")
 def plot(runs: list[str], output: str | None = None, smoothing: float | None = None) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
-    from tuner.rundir.page import write_page
+    from tuner.rundir.curves import write_page
 
     found, left_out = _open(runs)
     drawn = charts(found)
@@ -200,11 +208,6 @@ def _table(lines: Sequence[Sequence[str]], keys: int = 0) -> str:
     heading = lines[0]
     texts = {i for i, name in enumerate(heading) if i <= keys or name in {"status", "started"}}
     return fitted(lines, stdout_columns(), right=[i for i in range(len(heading)) if i not in texts])
-
-
-def _table_across(lines: Sequence[Sequence[str]]) -> str:
-    """Runs side by side."""
-    return fitted(list(zip(*lines, strict=True)), stdout_columns())
 
 
 def _value_width(headings: Sequence[str], runs: int) -> int:

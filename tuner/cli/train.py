@@ -1,25 +1,17 @@
-"""`tuner train`: train the recipe's model."""
+"""`tuner train` and `tuner resume`: train the recipe's model, and resume a stopped run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
-from tuner.cli.command import (
-    Flags,
-    Outcome,
-    command,
-    console_of,
-    given_overrides,
-    input_path,
-    level_of,
-    load_for_command,
-)
-from tuner.cli.named import stage_path
+from tuner.cli.command import Flags, Outcome, command, console_of, input_path, level_of, load_for_command, overrides_in
+from tuner.cli.named import run_path, stage_path
 from tuner.errors import RecipeError
 from tuner.runtime import startup
 
 if TYPE_CHECKING:
     from tuner.run.options import Resume
+
 
 LOADING = "loading libraries"
 WORDS = ("auto", "must", "never")
@@ -36,7 +28,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     mode = _resume_mode(resume)
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
-    loaded = load_for_command(recipe, [*given_overrides(overrides, flags), *flags], fetches=True)
+    loaded = load_for_command(recipe, [*overrides_in(overrides, flags), *flags], fetches=True)
     startup.begin(with_process=True)
     with startup.phase(startup.LIBRARIES), console_of(level_of(loaded, verbose)).doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
@@ -56,3 +48,21 @@ def _resume_mode(text: str) -> Resume:
             hint="give the path of a checkpoint, or of a run, to start a new run from it",
         )
     return path
+
+
+@command("resume")
+def resume(
+    flags: Flags, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here",
+    verbose: bool = False,
+) -> Outcome:
+    """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
+
+    It resumes with the recipe that the run keeps, whatever became of the file; keys that may change are flags.
+    """
+    path = run_path(run, extent="all")
+    console = console_of("info")
+    with console.doing(LOADING, at_once=True):
+        from tuner.cli.work import train as work
+
+    options = work.options_of("must", None, False, dry_run, reset, on)
+    return work.resume_training(path, flags, options, console, verbose)

@@ -7,19 +7,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.config.conversion import convert, known_names
-from tuner.config.dump import flow
 from tuner.config.fields import Field, fields, find, item_fields
-from tuner.config.not_supported import absent
 from tuner.config.other_data import unread
-from tuner.config.other_keys import kind_of_adapter, no_adapter
+from tuner.config.other_keys import builder, convert, kind_of_adapter, known_names, no_adapter
 from tuner.config.other_methods import is_taught, kind_of
-from tuner.config.other_parts import builder
-from tuner.config.other_tools import foreign, of_value, ours, section_of, theirs
+from tuner.config.other_tools import absent, foreign, of_value, ours, section_of, theirs
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.section import Section
-from tuner.config.tree import Node, dotted
+from tuner.config.yaml import Node, dotted, flow
 
 NEAR = 0.75
 """Likeness from which on a name counts as a misspelt one; below it a suggestion would be a guess."""
@@ -48,7 +44,8 @@ def of_unknown(key: str, value: Any = None, given: Mapping[str, Any] | None = No
     dashes = "--" if as_flags else ""
     if section in UNIONS and name in _NAMES_A_KIND:
         named = _of_inner(section, name, value, given or {})
-        return named if isinstance(named, str) else _line(named, given or {}, as_flags) if named else _kinds(section)
+        kinds = f"unknown; its counterpart here is {section}.kind: {' or '.join(UNIONS[section])}"
+        return named if isinstance(named, str) else _line(named, given or {}, as_flags) if named else kinds
     if key in known_names() and section:
         return _of_other_tool(key, value, given or {}, as_flags)
     foreign = absent(name) is not None or name in known_names()
@@ -226,10 +223,6 @@ def _of_inner(section: str, name: str, value: Any, given: Mapping[str, Any]) -> 
     return converted if not isinstance(converted, dict) or fits(converted) else None
 
 
-def _kinds(section: str) -> str:
-    return f"unknown; its counterpart here is {section}.kind: {' or '.join(UNIONS[section])}"
-
-
 def in_items(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of an item of `data.train` as the list with that item, where the recipe names one source."""
     inner = {key.removeprefix("data.train."): value for key, value in values.items() if key.startswith("data.train.")}
@@ -321,16 +314,12 @@ def completed(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         if kinds and f"{section}.kind" not in found:
             kind = _kind(section, kinds, given)
             found = {f"{section}.kind": kind} | found if kind else found
-    if "model.quantize" in found and not _has_adapter(found, given):
+    if "model.quantize" in found and found.get("adapter.kind", given.get("adapter.kind")) not in {"lora", "dora"}:
         found = {"adapter.kind": kind_of_adapter(given)} | found
     for key, needed in _IMPLIED.items():
         if key in found and found[key] not in (False, "auto", "nearest") and not needed.keys() & given.keys():
             found |= {name: value for name, value in needed.items() if name not in found}
     return found
-
-
-def _has_adapter(found: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    return found.get("adapter.kind", given.get("adapter.kind")) in {"lora", "dora"}
 
 
 def _kind(section: str, kinds: list[tuple[str, ...]], given: Mapping[str, Any]) -> str | None:

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
-from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
 from tuner.config.value_types import OneOf, shown
+from tuner.config.yaml import KeyPath, Node, Problems, dotted, tree_of
 
 PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
 
@@ -22,7 +22,8 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
     for name in ("model", "data", *Recipe.model_fields):
         child = tree.value.get(name)
         is_blank = child is not None and child.value is None
-        if _is_section(name) and (is_blank or (child is None and name in PLACEHOLDERS)):
+        is_section = name not in {"version", "name", "output_dir", "seed", "hooks"}
+        if is_section and (is_blank or (child is None and name in PLACEHOLDERS)):
             where = child.key_where if child is not None else tree.where
             tree.value[name] = Node({}, where, tree.base, where)
     guessed = {section for section in UNIONS if _bad_kind(tree, section, problems)}
@@ -38,10 +39,6 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
     if repaired is not None:
         _rules(tree, repaired, blamed | {f"{section}.kind" for section in guessed}, problems)
     return repaired
-
-
-def _is_section(name: str) -> bool:
-    return name not in {"version", "name", "output_dir", "seed", "hooks"}
 
 
 def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:

@@ -4,8 +4,7 @@ import re
 from operator import attrgetter
 from typing import Annotated
 
-from tuner.config.duration import CadenceSpan
-from tuner.config.numbers import Whole
+from tuner.config.numbers import CadenceSpan, Whole
 from tuner.config.section import PLUGIN, Bool, Durations, Items, Options, Section
 from tuner.config.value_types import Text, once
 

@@ -1,14 +1,19 @@
-"""Every key of the recipe as one flat table: what it allows, its sentence, its default, and where it applies."""
+"""Every key of the recipe as one flat table: what it allows, its sentence, its default, and where it applies.
+
+And as the recipe's JSON schema, for editors and other programs.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
+from tuner.config.numbers import Duration
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
-from tuner.config.value_types import OneOf, Table, Text, ValueType, value_type_of
+from tuner.config.value_types import OneOf, Table, Text, ValueType
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def list_of(path: tuple[str | int, ...]) -> str:
 
 def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
     default = None if info.is_required() else info.default
-    return Field(key, info.description or "", default, value_type_of(info), info.is_required(), kinds)
+    kind = next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
+    return Field(key, info.description or "", default, kind, info.is_required(), kinds)
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:
@@ -132,3 +138,21 @@ def find(key: str) -> Field | None:
             return Field(key, owner.sentence, None, owner.value_type)
     return table.get(".".join(rest))
 
+
+class _Schema(GenerateJsonSchema):
+    """Writes defaults as people write them."""
+
+    def encode_default(self, dft: Any) -> Any:
+        if isinstance(dft, Duration):
+            return str(dft)
+        if isinstance(dft, tuple) and dft and isinstance(dft[0], Duration):
+            return str(dft[0]) if len(dft) == 1 else [str(item) for item in dft]
+        if hasattr(dft, "model_dump"):
+            return dft.model_dump(mode="json")
+        return super().encode_default(dft)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a recipe."""
+    schema = Recipe.model_json_schema(schema_generator=_Schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

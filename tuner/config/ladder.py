@@ -15,11 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from tuner.config.duration import Duration, Span
-from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, write_number
-from tuner.config.rule import Rule, table_rules
+from tuner.config.numbers import DECIMAL_SUFFIXES, Duration, Real, Span, Whole, parse_number, write_number
 from tuner.config.schedules import DecayShape
-from tuner.config.section import Auto, Bool, Items, Section
+from tuner.config.section import Auto, Bool, Items, Rule, Section, table_rules
 from tuner.config.value_types import Several, Table, Text, ValueType, once, refuse, shown
 from tuner.errors import RecipeError
 

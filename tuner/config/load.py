@@ -1,21 +1,25 @@
-"""Loading a recipe: read, merge the flags, resolve paths, check; nothing is created, opened or initialised."""
+"""Loading a recipe: read, merge the flags, resolve paths, check; and writing it back, so that it loads to the same one.
+
+Nothing is created, opened or initialised.
+"""
+
+from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.check import check
-from tuner.config.dump import recipe_yaml
-from tuner.config.overrides import Override, merge
-from tuner.config.paths import recipes_dir, resolve_paths
-from tuner.config.recipe import NAME, Recipe
+from tuner.config.fields import fields, find, item_fields, list_of
+from tuner.config.paths import recipes_dir, resolve_paths, with_urls
+from tuner.config.recipe import NAME, SECTIONS, EvalSection, Recipe
 from tuner.config.shipped import shipped_recipes, ships
-from tuner.config.tree import Node, Problems, dotted, tree_of
-from tuner.config.yaml import MAX_BYTES, read_yaml
+from tuner.config.yaml import MAX_BYTES, KeyPath, Node, Problems, dotted, flow, one_line, read_yaml, resolve, tree_of
 from tuner.errors import Problem, RecipeError
 
 __all__ = ["LoadedRecipe", "Override", "ReadRecipe", "RecipeText", "Source", "load_recipe", "read_recipe"]
@@ -198,3 +202,191 @@ def _output_dir(tree: Node, cwd: Path) -> None:
     name = tree.child("name")
     if isinstance(node.value, str) and name and isinstance(name.value, str) and re.fullmatch(NAME, name.value):
         node.value = node.value.replace("{name}", name.value)
+
+
+PREFIX = "TUNER_"
+"""Of variables of the environment that are tuner's."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--section.key value`: `text` is the value as typed, None when the flag came without one."""
+
+    key: str
+    text: str | None
+    variable: str | None = None
+    """The variable of the environment that it comes from, where it is no flag."""
+
+    @property
+    def flag(self) -> str:
+        """The flag as typed, without its value; of a variable the one that would say the same."""
+        return f"--{self.key}"
+
+    @property
+    def name(self) -> str:
+        """What it is, as messages name it."""
+        return f"flag {self.flag}" if self.variable is None else f"variable {self.variable}"
+
+    @property
+    def where(self) -> str:
+        """The same with its value."""
+        text = self.text if self.text is None or len(self.text) <= 60 else self.text[:57] + "..."
+        between = " " if self.variable is None else "="
+        return self.name if text is None else f"{self.name}{between}{text!s}".replace("\n", "\\n")
+
+
+def from_environment(variables: Mapping[str, str], typed: Sequence[Override]) -> list[Override]:
+    """What variables such as ``TUNER_OPTIMIZER__LR=3e-4`` say of a recipe, less what is typed as flags.
+
+    Two underscores are a dot. A variable without them is none of a recipe's (``TUNER_CACHE``).
+    """
+    known = {override.key.replace("-", "_") for override in typed}
+    found = []
+    for name, text in sorted(variables.items()):
+        key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        if name.startswith(PREFIX) and "." in key and key not in known:
+            found.append(Override(key, text, name))
+    return found
+
+
+def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Problems) -> None:
+    """Write every override into the tree, in place; `null` removes what the recipe says."""
+    seen: set[str] = set()
+    for override in overrides:
+        key = override.key.replace("-", "_")
+        if key in seen:
+            problems.add(override.where, "", "duplicate flag; write it once")
+            continue
+        seen.add(key)
+        if find(key) is None:
+            from tuner.config.advice import given_in
+
+            problems.add(override.name, "", unknown(key, override.text, given_in(tree)))
+        elif override.text is None:
+            problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
+        else:
+            _merge_one(tree, key, override, cwd, problems)
+
+
+def unknown(key: str, text: str | None = None, given: Mapping[str, Any] | None = None) -> str:
+    """Return what to say about a flag that is no key of the recipe, with the text after it."""
+    inside = [name for name in fields() if name.startswith(f"{key}.")]
+    if inside:
+        meant = text if inside[0].endswith(".name_or_path") and text else ""
+        return f"a section; write --{inside[0]} {meant or 'VALUE'}"
+    from tuner.config.advice import of_unknown
+
+    return of_unknown(key, None if text is None else _plain(text), given, as_flags=True)
+
+
+def _plain(text: str) -> Any:
+    """The value that a flag's text is; the text itself where it is no YAML."""
+    if not text.lstrip().startswith(("[", "{")):
+        return resolve(text)
+    problems = Problems()
+    found = read_yaml(f"value: {text}", "value", Path(), problems).child("value")
+    return text if problems.found or found is None else found.plain()
+
+
+def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:
+    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+    if override.text == "null":
+        if path[-1] != "kind" or tree.has(path):
+            tree.remove(path)
+        return
+    node = tree
+    for depth, part in enumerate(path[:-1]):
+        following = path[depth + 1]
+        child = node.child(part)
+        if child is None:
+            child = Node([] if isinstance(following, int) else {}, override.where, cwd, override.where)
+            if not _attach(node, part, child, override, problems):
+                return
+        elif isinstance(following, int) and not isinstance(child.value, list):
+            child.value = [Node(child.value, child.where, child.base, child.key_where)]
+        elif not isinstance(following, int) and not isinstance(child.value, dict):
+            names = item_fields(list_of(path)) if isinstance(part, int) and isinstance(child.value, str) else {}
+            bare = Node(child.value, child.where, child.base, child.key_where)
+            child.value = {next(iter(names)): bare} if names else {}
+        node = child
+    value = _read(key, override, cwd, problems)
+    if value is not None:
+        _attach(node, path[-1], value, override, problems)
+
+
+def _attach(parent: Node, key: Any, child: Node, override: Override, problems: Problems) -> bool:
+    if isinstance(parent.value, dict):
+        parent.value[str(key)] = child
+        return True
+    if key > len(parent.value):
+        problems.add(override.where, "", f"item {key} of {len(parent.value)}; the next one is {len(parent.value)}")
+        return False
+    parent.value[key : key + 1] = [child]
+    return True
+
+
+def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node | None:
+    text = override.text or ""
+    field = find(key)
+    flow = text.lstrip().startswith(("[", "{"))
+    takes_text = field is not None and field.takes_text
+    if field is not None and field.value_type is None and type(resolve(text)) in {int, float}:
+        takes_text = False  # no path is a number
+    if not flow or (takes_text and field is not None and field.value_type is not None):
+        return Node(text if takes_text else resolve(text), override.where, cwd, override.where)
+    inner = Problems()
+    value = read_yaml(f"value: {text}", "value", cwd, inner).child("value")
+    for problem in inner.found:
+        problems.add(override.where, "", problem.message)
+    return None if inner.found or value is None else tree_of(value.plain(), override.where, cwd)
+
+
+def recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain JSON values that load to the same recipe, with URLs where its paths stand for them."""
+    dumped: dict[str, Any] = with_urls(recipe.model_dump(mode="json"))
+    evaluates = recipe.data.eval is not None or recipe.eval.tasks
+    if recipe.eval.every == EvalSection().every and (not evaluates or recipe.has_open_end):
+        del dumped["eval"]["every"]  # written out, it would ask for held-out rows, or for the length of the run
+    for name in SECTIONS:
+        if not attrgetter(name)(recipe).is_on:
+            above, _, last = name.rpartition(".")
+            del (dumped[above] if above else dumped)[last]
+    return dumped
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def recipe_yaml(
+    recipe: Recipe, origins: Mapping[str, str] | None = None, notes: Mapping[str, str] | None = None
+) -> str:
+    """Return the whole recipe, defaults included, as YAML that loads to the same recipe.
+
+    With `origins`, where each written key comes from, every line ends with that as a comment; with `notes`, by dotted
+    key, those lines do that have one.
+    """
+    lines: list[tuple[str, str]] = []
+    for key, value in recipe_dict(recipe).items():
+        if isinstance(value, dict):
+            lines.append((f"{key}:", ""))
+            lines += [(f"  {name}: {flow(item)}", f"{key}.{name}") for name, item in value.items()]
+        else:
+            lines.append((f"{key}: {flow(value)}", key))
+    if origins is None:
+        noted = {key: f"  # {one_line(note)}" for key, note in (notes or {}).items()}
+        return "".join(f"{text}{noted.get(key, '')}\n" for text, key in lines)
+    width = min(60, max(len(text) for text, _ in lines))
+    return "".join(f"{text.ljust(width)}  # {_origin(key, origins)}\n" if key else f"{text}\n" for text, key in lines)
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    places = [where for name, where in origins.items() if name == key or name.startswith(f"{key}.")]
+    return ", ".join(dict.fromkeys(places)) or "default"

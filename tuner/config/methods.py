@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.duration import CadenceSpan
-from tuner.config.numbers import Real, WeightedWords, Whole
+from tuner.config.numbers import CadenceSpan, Real, WeightedWords, Whole
 from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import T, Text, Word, refuse
 
@@ -138,9 +137,7 @@ _SFT_WEIGHT = "Weight of the cross-entropy of chosen answers, per token, that is
 SftWeight = Annotated[float, Real(ge=0), Field(description=_SFT_WEIGHT)]
 _MARGIN = "By how much the chosen answer has to win: none, or what each row says by its margin or its two scores."
 Margin = Annotated[Word[Literal["none", "rows"]], Field(description=_MARGIN)]
-DpoLoss = Literal[
-    "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "sppo", "nca", "bco"
-]  # fmt: skip
+DpoLoss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "sppo", "nca", "bco"]
 
 
 class PairSection(MethodSection):

@@ -233,14 +233,10 @@ def seconds(value: Any, given: Given) -> Lines | str | None:
     return {} if time > _DAY else {"parallel.timeout": text}
 
 
-def names_in(value: Any, given: Given, key: str) -> Lines | str | None:
-    """Names in a list or separated by commas."""
-    return {key: names} if (names := listed(value)) else None
-
-
 KINDS: dict[str, Callable[..., Lines | str | None]] = {
-    "all_unless": all_unless, "count": count, "names": names_in, "number": number_of, "per_epoch": per_epoch,
+    "all_unless": all_unless, "count": count, "number": number_of, "per_epoch": per_epoch,
     "strategy": strategy, "switch": switch, "words": words,
+    "names": lambda value, given, key: {key: names} if (names := listed(value)) else None,
     "note": lambda value, given, text: text,
     "read_with": lambda value, given, *others: {},
     "same": lambda value, given, key: {key: value},
@@ -260,7 +256,7 @@ def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
 
 
 def _of_module(place: str) -> Callable[..., Lines | str | None]:
-    """A rule in a module next to this one: `other_memory.optimizer`."""
+    """A rule in a module next to this one: `other_keys.optimizer`."""
     module, _, name = place.partition(".")
     rule: Callable[..., Lines | str | None] = getattr(import_module(f"tuner.config.{module}"), name)
     return rule

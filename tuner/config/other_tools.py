@@ -1,11 +1,58 @@
-"""What other tools call our keys and the values of these: other_tools.yaml, printed in docs/coming-from.md."""
+"""What other tools call our keys and the values of these, and what they have that is not here, with the way to it.
+
+The tables are `other_tools.yaml` and `not_supported.yaml`, which docs/coming-from.md and docs/not-supported.md print.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from tuner.config.not_supported import sentence
 from tuner.config.yaml import package_table
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A feature by the keys that ask for it elsewhere, and the way to the same end here."""
+
+    topic: str
+    """Heading in the documents."""
+    names: str
+    """Keys of other tools, separated by spaces, in lower case with underscores."""
+    what: str
+    instead: str
+    needed: bool = True
+    """Whether its users lose something: false for what happens here without a key."""
+
+    @property
+    def sentence(self) -> str:
+        """What an error says about one of its keys."""
+        if self.needed:
+            return f"not supported: {self.what}; instead {self.instead}"
+        return f"not needed: {self.what}; {self.instead}"
+
+
+@cache
+def absent_features() -> tuple[Absent, ...]:
+    """Every feature, by topic."""
+    return tuple(Absent(topic, **row) for topic, rows in package_table("not_supported").items() for row in rows)
+
+
+@cache
+def absent_names() -> dict[str, Absent]:
+    """The same by key."""
+    return {name: feature for feature in absent_features() for name in feature.names.split()}
+
+
+def absent(name: str) -> Absent | None:
+    """The feature that a key of another tool asks for and that is not here; None where it is no such key."""
+    return absent_names().get(name.lower().replace("-", "_"))
+
+
+def sentence(name: str) -> str:
+    """What is said of a key that is among them. Raises KeyError for another one."""
+    return absent_names()[name].sentence
+
 
 T = TypeVar("T")
 
@@ -44,11 +91,6 @@ def ours(name: str) -> str | None:
     """Return our name, or the whole thing to write, for a key of another tool; None when it is not in the table."""
     key = name.lower().replace("-", "_")
     return _by_their_names("notes").get(key) or theirs().get(key)
-
-
-def values_written(key: str, text: str) -> list[str]:
-    """The values of other tools in whose place `text` is written for our key."""
-    return str(package_table("other_tools")["write"][key][text]).split()
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 from tuner.config.chat_templates import CHAT_TEMPLATES, is_template_word
 from tuner.config.eval_tasks import FILES, HARNESS
 from tuner.config.recipe import ITEMS, is_split
-from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.config.yaml import KeyPath, Node, Problems, dotted
 from tuner.stages import is_url, stage_of, url_of
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
@@ -110,10 +110,6 @@ def _rows(text: str, base: Path) -> str:
     return _always(text, base)
 
 
-def _tokenizer(text: str, base: Path) -> str:
-    return text if text == "byte" else _hub_or_path(text, base)
-
-
 def _template(text: str, base: Path) -> str:
     """The name of a built-in template stays, and so does a word that is none: it is refused by its name."""
     is_name = text in CHAT_TEMPLATES or (is_template_word(text) and not (base / text).exists())
@@ -136,7 +132,7 @@ _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
     **dict.fromkeys(("model.name_or_path", "method.teacher"), _hub_or_path),
     **dict.fromkeys(("data.train.path", "data.eval.path"), _rows),
     **dict.fromkeys((*(f"{key}.use" for key in _WITH_CODE), "eval.tasks.scorer"), _plugin),
-    "tokenizer.name_or_path": _tokenizer,
+    "tokenizer.name_or_path": lambda text, base: text if text == "byte" else _hub_or_path(text, base),
     "tokenizer.chat_template": _template,
     "eval.tasks.task": _task,
 }

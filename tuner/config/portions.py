@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.section import Section
 
 if TYPE_CHECKING:

@@ -5,47 +5,23 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_serializer, model_validator
 
+from tuner.config import value_types
 from tuner.config.chat_templates import TemplateNameOrPath
-from tuner.config.duration import CadenceSpan, Duration, Span, StepRange, Steps, bare_number
 from tuner.config.eval_tasks import EVAL_TASKS, LABELS_ONCE, EvalTask
 from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
-from tuner.config.numbers import Bytes, Real, Skips, Whole
+from tuner.config.numbers import Bytes, CadenceSpan, Duration, Real, Skips, Span, StepRange, Steps, Whole, bare_number
 from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
 from tuner.config.portions import PortionsSection
 from tuner.config.schedules import CosineSchedule, Schedule
 from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Effect, Items, Options, Section, Use, members
-from tuner.config.value_types import (
-    NEVER,
-    Names,
-    OneOf,
-    Renames,
-    Several,
-    Switch,
-    T,
-    Table,
-    Text,
-    WebAddress,
-    Word,
-    once,
-    refuse,
-    shown,
-)
+from tuner.config.value_types import NEVER, Names, OneOf, Several, Switch, T, Table, Text, Word, once, refuse, shown
 from tuner.config.windows import WindowsSection
 
 TIMES = ("s", "min", "h")
@@ -65,7 +41,7 @@ class InitFrom(Section):
     """Its tensors to take: names or globs, * for a part of a name, ** for any parts; empty takes all."""
     exclude: Globs = ()
     """Its tensors to leave out, of those that `load` means: names or globs."""
-    rename: Annotated[dict[str, str], Renames()] = {}
+    rename: Annotated[dict[str, str], value_types.Renames()] = {}
     """Names here by whole names there; {1} is what the first wildcard stood for. The first glob that fits counts."""
     strict: Bool = True
     """Refuse tensors that have no place here and, of a model taken whole, weights here that it does not have."""
@@ -77,9 +53,7 @@ class InitFrom(Section):
     """How often the newest checkpoint of a run, or step-N of a directory, takes the place of the one before."""
 
 
-SOURCES_OF_WEIGHTS = Items(
-    InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}"
-)
+WEIGHT_SOURCES = Items(InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}")
 
 
 class ModelSection(Section):
@@ -109,7 +83,7 @@ class ModelSection(Section):
     """Weight of the loss that keeps routers' logits small: the mean square of their log-sum-exp (z-loss); 0: none."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
-    init_from: Annotated[tuple[InitFrom, ...], SOURCES_OF_WEIGHTS] = ()
+    init_from: Annotated[tuple[InitFrom, ...], WEIGHT_SOURCES] = ()
     """Further weights that it begins with, later entries win: paths, or {path, load, exclude, rename, strict} each."""
 
 
@@ -198,9 +172,7 @@ class DoraAdapter(LowRankAdapter):
     kind: AdapterKind[Literal["dora"]] = "dora"
 
 
-PEFT_TYPES = (
-    "IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "LORA", "HRA", "MISS",
-)  # fmt: skip
+PEFT_TYPES = ("IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "LORA", "HRA", "MISS")
 """peft's kinds of adapters that change what linear layers compute by parameters of these layers' own, and that one
 matrix can take the place of."""
 
@@ -275,7 +247,7 @@ class DataSource(Section):
         return self.path or str(self.use)
 
     @model_serializer(mode="wrap")
-    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _as_written(self, handler: Callable[[Any], Any]) -> dict[str, Any]:
         # Without the keys of the other form: what is written back has to load, and older runs have no `use`.
         others = {"path"} if self.use is not None else {"use", "args"}
         return {key: value for key, value in handler(self).items() if key not in others}
@@ -321,15 +293,11 @@ def read_eval(value: Any) -> Any:
     return SPLIT.read(value) if is_split(value) else HELD_OUT.read(value)
 
 
-def _eval_tag(value: Any) -> str:
-    return "none" if value is None else "split" if isinstance(value, Duration) else "sources"
-
-
 EvalSources = Annotated[
     Annotated[None, Tag("none")]
     | Annotated[Duration, SPLIT, Tag("split")]
     | Annotated[tuple[DataSource, ...], Tag("sources")],
-    Discriminator(_eval_tag),
+    Discriminator(lambda value: "none" if value is None else "split" if isinstance(value, Duration) else "sources"),
     BeforeValidator(read_eval, json_schema_input_type=Any),
 ]
 
@@ -707,7 +675,7 @@ WEBHOOK_VARIABLE = "TUNER_WEBHOOK_URL"
 class NotifySection(Section):
     """A webhook that hears of the end of a launch; what becomes of the message never changes the run."""
 
-    webhook: Annotated[str | None, WebAddress(variable=WEBHOOK_VARIABLE)] = None
+    webhook: Annotated[str | None, value_types.WebAddress(variable=WEBHOOK_VARIABLE)] = None
     """URL that gets a JSON document in a POST; null takes $TUNER_WEBHOOK_URL, and without that sends nothing."""
     events: Annotated[tuple[Ending, ...], Several(item=OneOf())] = ENDINGS
     """Endings that are sent: finished, stopped (can be resumed), failed, diverged."""
@@ -732,7 +700,7 @@ class HookSection(Section):
 
 HOOKS = Items(HookSection, "a list of {use, stages, every, ranks, options}")
 ITEMS: dict[str, Items] = {
-    "model.init_from": SOURCES_OF_WEIGHTS,
+    "model.init_from": WEIGHT_SOURCES,
     "tokenizer.add_tokens": NEW_TOKENS,
     "data.train": SOURCES,
     "data.eval": HELD_OUT,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from tuner.config.eval_tasks import task_of
 from tuner.config.methods import CustomMethod
 from tuner.config.recipe import SECTIONS, STEP_FIGURES, Recipe
-from tuner.config.rule import Rule, table_rules
+from tuner.config.section import Rule, table_rules
 from tuner.config.store_rules import STORE_RULES
 
 

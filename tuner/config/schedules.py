@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.duration import CadenceSpan, Duration, Span
-from tuner.config.numbers import Real
+from tuner.config.numbers import CadenceSpan, Duration, Real, Span
 from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import NEVER, Several, T, Word, refuse
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jinja2 import Environment, Template
 
-from tuner.config.dump import flow, one_line
 from tuner.config.methods import ExampleKind
+from tuner.config.yaml import flow, one_line
 from tuner.errors import RecipeError
 
 FEWEST_TO_SPLIT = 50

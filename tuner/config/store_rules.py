@@ -6,7 +6,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuner.config.rule import Rule
+from tuner.config.section import Rule
 from tuner.stages import url_of
 
 if TYPE_CHECKING:

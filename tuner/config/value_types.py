@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 
@@ -211,7 +210,8 @@ class Text(ValueType):
     def read(self, value: Any) -> str:
         """Return the string."""
         if not isinstance(value, str):
-            raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{' in quotes' if _plain(value) else ''}")
+            quotes = "" if value is None or isinstance(value, (Mapping, list, tuple)) else " in quotes"
+            raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{quotes}")
         if not value.strip() or not value.isprintable():
             raise TypeError
         if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
@@ -399,15 +399,6 @@ class Renames(ValueType):
     def schema(self) -> dict[str, Any]:
         """An object of strings."""
         return {"type": "object", "additionalProperties": {"type": "string", "minLength": 1}}
-
-
-def _plain(value: Any) -> bool:
-    return value is not None and not isinstance(value, (Mapping, list, tuple))
-
-
-def value_type_of(info: FieldInfo) -> ValueType | None:
-    """Return the value type of a field; None for a list of sections."""
-    return next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
 
 
 T = TypeVar("T")

@@ -1,12 +1,135 @@
-"""YAML 1.2 with positions: `1e-5` is a number, `no` is text, and what could surprise is refused."""
+"""YAML 1.2 with positions, as a tree of plain values that knows where each of them came from.
 
+`1e-5` is a number, `no` is text, and what could surprise is refused.
+"""
+
+from __future__ import annotations
+
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.config.value_types import shown
+from tuner.errors import Problem
+
+Key = str | int
+KeyPath = tuple[Key, ...]
+
+
+@dataclass
+class Node:
+    """One value: a scalar, a list of nodes or a mapping to nodes.
+
+    `where` says where the value is written and `key_where` where its key is, as shown to people (`recipe.yaml:3:5`);
+    `base` is the directory that a relative path in it starts from.
+    """
+
+    value: Any
+    where: str
+    base: Path
+    key_where: str = ""
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether a flag of the command line gave the value."""
+        return self.where.startswith("flag --")
+
+    def plain(self) -> Any:
+        """Return the value with plain Python containers."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def at(self, path: KeyPath) -> Node:
+        """Return the node at a path, or its nearest existing ancestor."""
+        node = self
+        for key in path:
+            child = node.child(key)
+            if child is None:
+                return node
+            node = child
+        return node
+
+    def child(self, key: Key) -> Node | None:
+        """Return one child, if there is one."""
+        if isinstance(self.value, dict):
+            found: Node | None = self.value.get(str(key))
+            return found
+        if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
+            element: Node = self.value[key]
+            return element
+        return None
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether something is written at a path."""
+        node: Node | None = self
+        for key in path:
+            node = node.child(key) if node is not None else None
+        return node is not None
+
+    def remove(self, path: KeyPath) -> None:
+        """Remove what is written at a path; nothing happens when nothing is."""
+        if not path or not self.has(path):
+            return
+        parent = self.at(path[:-1])
+        if isinstance(parent.value, dict):
+            parent.value.pop(str(path[-1]))
+        elif isinstance(path[-1], int):
+            parent.value.pop(path[-1])
+
+    def leaves(self, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+        """Yield every scalar and empty container with its path."""
+        if isinstance(self.value, dict) and self.value:
+            for key, child in self.value.items():
+                yield from child.leaves((*prefix, key))
+        elif isinstance(self.value, list) and self.value:
+            for index, child in enumerate(self.value):
+                yield from child.leaves((*prefix, index))
+        else:
+            yield prefix, self
+
+
+def dotted(path: KeyPath) -> str:
+    """Write a path as flags and messages do: `data.train.0.path`."""
+    return ".".join(str(key) for key in path)
+
+
+def tree_of(value: Any, where: str, base: Path, depth: int = 0) -> Node:
+    """Build a tree from plain Python values; ValueError when nested too deeply."""
+    if depth > 20:
+        raise ValueError("nested more than 20 deep")
+    if isinstance(value, Mapping):
+        children = {str(key): tree_of(child, where, base, depth + 1) for key, child in value.items()}
+        return Node(children, where, base, where)
+    if isinstance(value, (list, tuple)):
+        return Node([tree_of(child, where, base, depth + 1) for child in value], where, base, where)
+    return Node(str(value) if isinstance(value, Path) else value, where, base, where)
+
+
+@dataclass
+class Problems:
+    """Everything wrong with one recipe, in order."""
+
+    found: list[Problem] = field(default_factory=list)
+    seen: set[Problem] = field(default_factory=set)
+
+    def add(self, where: str, key: str, text: str) -> None:
+        """Note one problem; the same position and key are noted once."""
+        self.take([Problem.at(where, key, " ".join(text.split()))])
+
+    def take(self, problems: Iterable[Problem]) -> None:
+        """Note problems that were found before."""
+        for problem in problems:
+            if problem not in self.seen:
+                self.seen.add(problem)
+                self.found.append(problem)
+
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -17,6 +140,7 @@ _WORDS = {word: value for value, words in _MEANT.items() for word in words}
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
 _BASED = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,60}|[0-9]{1,60}(\.[0-9]{0,60})?)([eE][-+]?[0-9]{1,4})?")
+_PLAIN = re.compile(r"[A-Za-z0-9/_]([A-Za-z0-9/_.% -]*[A-Za-z0-9/_.%-])?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -33,6 +157,31 @@ def resolve(text: str) -> Any:
     if _SPECIAL.fullmatch(text):
         return float(text.replace(".", "", 1))
     return text
+
+
+def one_line(text: str) -> str:
+    """A text on one line, without what is no plain character."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+def flow(value: Any) -> str:
+    """Write one value on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(str(key))}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(flow(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float):
+        return repr(value)
+    return shown(value)
+
+
+def _text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and resolve(text) == text:
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
 
 def read_yaml(text: str, name: str, base: Path, problems: Problems) -> Node:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.batch_sizes import BatchSizes
-from tuner.data.mixed_order import mixed_rows
 from tuner.data.prepared import PackedRows, Row
 
 IGNORED = -100
@@ -221,7 +220,7 @@ class GlobalBatches:
             trained_count=int(self.rows.trained_per_row[row_ids].sum()),
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(ids, filler=cheapest) for ids in own],
-            trained_per_document=_trained_per_document(every) if every else None,
+            trained_per_document=step_of([collate([row]) for row in every]).trained_per_document if every else None,
             documents=int(self.rows.documents_per_row[row_ids].sum()),
             columns=_columns(every),
             mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
@@ -239,10 +238,6 @@ class GlobalBatches:
         rows = [self.rows.row(int(row_id)) for row_id in row_ids] or [self.rows.row(filler)]
         batch = collate([self.rows.mismatched(row) for row in rows] if mismatched else rows)
         return batch if len(row_ids) else without_targets(batch)
-
-
-def _trained_per_document(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
-    return np.concatenate([collate([row]).trained_per_document for row in rows])
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:
@@ -317,3 +312,32 @@ def _even_slots(costs: npt.NDArray[np.int64], n_slots: int, room: int) -> tuple[
         else:
             heapq.heappop(cheapest)
     return rows, loads
+
+
+def mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input reaches every bit of the output."""
+    mixed = words + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def mixed_rows(seed: int, epoch: int, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the rows at `positions` of an epoch's order, int64 of their shape; each of `n_rows` is at one position.
+
+    A Feistel network (Luby and Rackoff 1988) permutes the numbers of 2k bits, the fewest that hold all rows; what comes
+    out beyond the last row goes in again until it does not (Black and Rogaway 2002), less than four times on average.
+    Its keys, one a round, are raw Philox words, which numpy promises for ever.
+    """
+    half = np.uint64(max(1, ((n_rows - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.random.Philox(key=np.array([seed & _MASK64, epoch], dtype=np.uint64)).random_raw(8)
+    rows = positions.astype(np.uint64)
+    beyond = np.arange(len(rows))
+    while len(beyond):
+        left, right = rows[beyond] >> half, rows[beyond] & mask
+        for key in keys:
+            left, right = right, left ^ (mixed(right ^ key) & mask)
+        rows[beyond] = left << half | right
+        beyond = beyond[rows[beyond] >= n_rows]
+    return rows.astype(np.int64)

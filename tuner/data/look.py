@@ -5,6 +5,7 @@ from all over them is encoded. From the lengths of the documents follow a row le
 give enough steps to learn.
 """
 
+import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +22,18 @@ from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, LONGEST_PRETRAIN, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
+from tuner.data.building.encoded import bad_record, targets_of
 from tuner.data.building.spec import inflated_bytes, positions_in
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_files import local_directory, local_files
-from tuner.data.encoding.tokenizer_json import parse_json
+from tuner.data.encoding.encode import AnyEncoder, Encoder, FastEncoderMismatch
+from tuner.data.encoding.tokenizer import TextTokenizer, parse_json, with_control_tokens, with_tokens
+from tuner.data.encoding.tokenizer_files import local_directory, local_files, named_template
+from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED, TrainOn
+from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
-from tuner.data.reading.examples import answers_of
+from tuner.data.reading.examples import Conversation, Example, Learned, PlainText, PromptCompletion, Tokens, answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import ProposedReading, reading_for
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens, form_of, unused_texts
-from tuner.data.sample import EncodedSample, Sample, Templated, described, encoded_of, template_for
+from tuner.data.reading.records import form_of, unused_texts
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 from tuner.runtime.safetensors_header import read_header
@@ -59,10 +62,151 @@ PACKED = 20_000
 BATCHES, USUAL_BATCH = (16, 8, 4, 2), 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
-
-
 _FORMS = {"preference": "preference", "unpaired": "labelled"}
 """What records that compare answers are called, whatever the form of their prompt."""
+SAMPLE_COST, CHEAP_MESSAGES = 2 << 20, 8
+"""Bytes of the records that are kept and encoded, up to twice as many while they are read; those of a long chat count
+more, as each of its answers may be a document."""
+TEMPLATES = ("chatml", "qwen3")
+"""Those that are tried, in this order, where a model has none, or one that leaves out what rows have."""
+LOST = (NOT_SHOWN, CALLS_NOT_SHOWN, SHORTENED)
+"""What a template may leave out that is to be learned from."""
+_TRAIN_ON: dict[str, TrainOn] = {"sft": "assistant", "pretrain": "all"}
+
+
+class Sample:
+    """Records drawn evenly from all that are offered, whatever their number: the same ones each time."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Learned, RawRecord, SourceFile, int]] = []
+        self._cost = 0
+        self._share = 1.0
+        self._drawn = random.Random(0)
+        self.is_all = True
+        """Whether all that were offered are here."""
+
+    def offer(self, example: Learned, record: RawRecord, file: SourceFile, before: int) -> None:
+        """Maybe keep a record; `before` are the lines of the file before its block."""
+        if self._share < 1 and self._drawn.random() >= self._share:
+            return
+        self._kept.append((example, record, file, before))
+        self._cost += _cost(example, record)
+        while self._cost > 2 * SAMPLE_COST and len(self._kept) > 1:
+            self._halve()
+
+    def end(self) -> None:
+        """All have been offered: keep no more than are to be encoded."""
+        while self._cost > SAMPLE_COST and len(self._kept) > 1:
+            self._halve()
+
+    def _halve(self) -> None:
+        self._share /= 2
+        self.is_all = False
+        kept = [one for one in self._kept if self._drawn.random() < 0.5]
+        self._kept = kept or self._kept[:1]
+        self._cost = sum(_cost(example, record) for example, record, *_ in self._kept)
+
+    @property
+    def examples(self) -> list[Learned]:
+        """The examples, in the order of their rows."""
+        return [example for example, *_ in self._kept]
+
+    @property
+    def sources(self) -> list[tuple[SourceFile, RawRecord]]:
+        """The file and the record of each."""
+        return [(file, record) for _, record, file, _ in self._kept]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether most are the same as another one."""
+        return len({record.raw for _, record, *_ in self._kept}) < len(self._kept) / 2
+
+    def place(self, number: int, problem: RecordProblem) -> str:
+        """Where an example is and what is wrong with it."""
+        _, record, file, before = self._kept[number]
+        return described(file, before, record, problem)
+
+
+def _cost(example: Learned, record: RawRecord) -> int:
+    messages = max(len(part.messages) if isinstance(part, Conversation) else 1 for part in answers_of(example))
+    return len(record.raw) * max(1, messages // CHEAP_MESSAGES)
+
+
+def described(file: SourceFile, before: int, record: RawRecord, problem: RecordProblem) -> str:
+    """`rows.jsonl:3:1: messages: has no answer`, of a block with so many lines before it."""
+    bad = bad_record(record, problem)
+    return f"{file.name}:{before + bad.line}:{bad.col}: {f'{bad.where}: ' if bad.where else ''}{bad.reason}"
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """What examples are as documents, or pairs of them."""
+
+    lengths: npt.NDArray[np.int64]
+    """int64[documents]: tokens of each, of pairs the sum of both."""
+    longest: npt.NDArray[np.int64]
+    """int64[examples]: tokens of the longest document of each, 0 for those that are none."""
+    nothing_learned: int
+    """Documents of which no token would be trained: they are left out."""
+    problems: Mapping[int, RecordProblem]
+    """Why an example is no document."""
+    notes: Counter[str]
+
+
+def encoded_of(tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind) -> EncodedSample | None:
+    """The examples as this tokenizer makes documents of them; None where it cannot."""
+    each = 2 if kind == "preference" else 1
+    try:
+        encoder = Encoder(tokenizer, _TRAIN_ON.get(kind, "last_assistant"), "escape", fast=False)
+        batch = AnyEncoder(encoder, kind).encode(examples, checks=1)
+    except (DataError, FastEncoderMismatch):
+        return None
+    lengths = np.diff(batch.offsets[::each]).astype(np.int64)
+    learned = np.all((targets_of(batch.trained, batch.offsets) > 0).reshape(-1, each), axis=1)
+    longest = np.zeros(len(examples), dtype=np.int64)
+    np.maximum.at(longest, batch.records[::each], lengths)
+    nothing = len(learned) - int(learned.sum())
+    return EncodedSample(lengths[learned], longest, nothing, batch.problems, batch.notes)
+
+
+@dataclass(frozen=True)
+class Templated:
+    """A tokenizer with the chat template that suits rows."""
+
+    tokenizer: TextTokenizer | None
+    """None where the model's is not here."""
+    name: str
+    """`tokenizer.chat_template`; empty for the tokenizer's own, or for none."""
+    why: str
+    """What the model's own leaves out; empty where it has none."""
+
+
+def template_for(own: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind, chats: bool) -> Templated:
+    """The model's own template where it writes what the examples have; else the first that does."""
+    if not chats:
+        return Templated(own, "", "")
+    lost = _lost(own, examples, kind) if own.has_template else ""
+    if own.has_template and not lost:
+        return Templated(own, "", "")
+    named = {name: _with_template(own, name) for name in TEMPLATES}
+    whole = next((name for name, tokenizer in named.items() if _lost(tokenizer, examples, kind) == ""), None)
+    if whole is None:
+        return Templated(own, "", "") if own.has_template else Templated(named[TEMPLATES[0]], TEMPLATES[0], "")
+    return Templated(named[whole], whole, lost or "")
+
+
+def _lost(tokenizer: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind) -> str | None:
+    """What its template leaves out of the examples; None where it cannot write them."""
+    encoded = encoded_of(tokenizer, examples, kind)
+    return None if encoded is None else next((note for note in LOST if note in encoded.notes), "")
+
+
+def _with_template(own: TextTokenizer, name: str) -> TextTokenizer:
+    """The tokenizer as a recipe that names the template has it, with the tokens that it writes."""
+    named = named_template(name)
+    assert named is not None
+    files, added = with_control_tokens(own.files, (), named.tokens)
+    return TextTokenizer(with_tokens(files, added)[0] if added else files, named.source)
 
 
 @dataclass
@@ -147,7 +291,7 @@ def look(model: str, source: DataSource, progress: Callable[[str], None] = lambd
         max_length=max_length,
         packed_rows=max(round(rows), 1),
         epochs=epochs,
-        global_batch_size=_batch_size(rows * epochs),
+        global_batch_size=next((size for size in BATCHES if rows * epochs / size >= FEW_STEPS), 1),
         parameters=_parameters(model),
     )
 
@@ -235,9 +379,7 @@ def _estimated(example: Example) -> int:
     if isinstance(example, Tokens):
         return len(example.input_ids)
     if isinstance(example, Conversation):
-        texts = [
-            str(message.get(key) or "") for message in example.messages for key in ("content", "reasoning_content")
-        ]
+        texts = [str(turn.get(key) or "") for turn in example.messages for key in ("content", "reasoning_content")]
         turns = len(example.messages)
     else:
         texts = [example.prompt, example.completion] if isinstance(example, PromptCompletion) else [example.text]
@@ -279,8 +421,3 @@ def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool
     fitting = np.minimum(lengths, max_length) if truncates else lengths[lengths <= max_length]
     some = fitting[:: -(-len(fitting) // PACKED)]
     return (len(pack(some, max_length)[1]) - 1) * float(fitting.sum() / some.sum())
-
-
-def _batch_size(rows: float) -> int:
-    """The largest with which so many rows are enough steps."""
-    return next((size for size in BATCHES if rows / size >= FEW_STEPS), 1)

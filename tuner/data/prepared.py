@@ -340,6 +340,13 @@ def open_stream(path: Path) -> pa.Table:
         raise DataError(f"{path}: not a readable Arrow stream: {error}") from error
 
 
+def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of an Arrow IPC stream file, one at a time in memory."""
+    # Read and not mapped: the pages of a mapped file count as this process's memory until the system wants them back.
+    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
+        yield from reader
+
+
 def id_spans(documents: Path) -> list[tuple[int, int]]:
     """Where the token ids of each record batch lie in a file of documents: bytes [start, stop)."""
     with pa.memory_map(str(documents), "r") as source:

@@ -1,4 +1,10 @@
-"""Where records come from: the recipe's sources as files, each with how it is read and a hash of what is in it."""
+"""Where records come from: the recipe's sources as files, each with how it is read and a hash of what is in it.
+
+Sources may be read in portions, one after the other: each is prepared data of its own, under a key of its own. Which
+one is next is said by the section that divides them (``DataSection.portions``).
+"""
+
+from __future__ import annotations
 
 import functools
 import glob
@@ -11,12 +17,13 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tuner.config.portions import Late, Portion
 from tuner.errors import DataError
 from tuner.runtime.dist import cores
 from tuner.runtime.files import reading
 
 if TYPE_CHECKING:
-    from tuner.config.recipe import DataSource
+    from tuner.config.recipe import DataSection, DataSource
     from tuner.data.id_arrays import IdArray
     from tuner.data.reading.data_sets import SplitFiles
 
@@ -65,7 +72,7 @@ class SourceFile:
     """A slice of a file's records, such as `:10%`."""
     end_token: bool = True
     """Whether the end token follows each plain text."""
-    array: "IdArray | None" = None
+    array: IdArray | None = None
     """Where the ids lie, of an array of them."""
 
     @property
@@ -132,7 +139,7 @@ def file_error(file: SourceFile, error: OSError) -> DataError:
     return DataError(f"{file.name}: {error.strerror or error}")
 
 
-def expand(sources: "Sequence[DataSource]", cache: Path | None = None) -> list[SourceFile]:
+def expand(sources: Sequence[DataSource], cache: Path | None = None) -> list[SourceFile]:
     """Return the files of the recipe's sources, in order; those of a directory or a glob are sorted by name.
 
     Standard input, and what code yields, is copied to a file: a temporary one, once for the process, or one in the
@@ -144,7 +151,7 @@ def expand(sources: "Sequence[DataSource]", cache: Path | None = None) -> list[S
     return [file for index, source in enumerate(sources) for file in _of_its_kind(source, index, cache)]
 
 
-def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
+def _of_its_kind(source: DataSource, index: int, cache: Path | None) -> list[SourceFile]:
     files = _expand(source, index, cache)
     for file in files:
         if file.array is None and (source.dtype != "auto" or source.end_id != "auto"):
@@ -156,9 +163,9 @@ def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[S
     return files
 
 
-def _expand(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
+def _expand(source: DataSource, index: int, cache: Path | None) -> list[SourceFile]:
     if source.use is not None:
-        from tuner.data.reading.made import made
+        from tuner.data.reading.spool import made
 
         return [_source_file(made(source.use, source.args, cache), "jsonl", source, index, name=source.use)]
     if source.path == "-":
@@ -209,7 +216,7 @@ def _part(file: SourceFile, part: str, name: str) -> SourceFile:
     return replace(file, part=part)
 
 
-def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:
+def _directory(path: Path, source: DataSource, index: int) -> list[SourceFile]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         from tuner.data.reading.data_sets import saved_directory
 
@@ -243,7 +250,7 @@ def _index_of(path: Path) -> Path | None:
     return index if path.suffix == ".bin" and index.is_file() else None
 
 
-def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+def _file(path: Path, source: DataSource, index: int, name: str) -> SourceFile:
     known = _kind_of(path)
     if source.dtype != "auto" or (known is not None and known[0] == "ids"):
         return _array(path, source, index, name)
@@ -258,7 +265,7 @@ def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile
     return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
 
 
-def _array(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+def _array(path: Path, source: DataSource, index: int, name: str) -> SourceFile:
     """An array of ids; what parts and cuts it may not be known yet."""
     from tuner.data.id_arrays import opened
 
@@ -269,13 +276,13 @@ def _array(path: Path, source: "DataSource", index: int, name: str) -> SourceFil
     return _source_file(path, "ids", source, index, name=name, parts=parts, array=array)
 
 
-def _table(table: "SplitFiles", source: "DataSource", index: int) -> SourceFile:
+def _table(table: SplitFiles, source: DataSource, index: int) -> SourceFile:
     """A split of a data set."""
     more = {"name": source.path, "parts": table.files, "records": table.records}
     return _source_file(table.path, "arrow", source, index, **more)
 
 
-def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **more: Any) -> SourceFile:
+def _source_file(path: Path, kind: Kind, source: DataSource, index: int, **more: Any) -> SourceFile:
     columns = tuple(sorted(source.columns.items()))
     more["end_token"] = source.end_token
     return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
@@ -285,3 +292,47 @@ def _sniffed(path: Path) -> Compression:
     with reading(path), path.open("rb") as file:
         head = file.read(4)
     return "gzip" if head.startswith(_MAGIC["gzip"]) else "zstd" if head == _MAGIC["zstd"] else ""
+
+
+def next_portion(data: DataSection, done: Sequence[Portion], passes: int | None = 1) -> Portion | Late | None:
+    """The portion after those that are done or left out; None where there are no more. Raises DataError.
+
+    It is late, too, as long as held-out rows of its own are not there.
+    """
+    divided = data.portions
+    assert divided is not None  # asked of divided data alone
+    found = divided.next_portion(data.train, done, _files, passes)
+    if isinstance(found, Portion) and isinstance(data.eval, tuple):
+        for written, source in zip(data.eval, divided.sources_of(data.eval, found.name), strict=True):
+            if divided.may_come_later(written) and not _files(source, False):
+                return Late(found.name, f"{source.path}: no such file")
+    return found
+
+
+def first_portion(data: DataSection) -> Portion | None:
+    """The first portion, for whoever looks at data without training on it; None where data are not divided.
+
+    Raises DataError where it is not there.
+    """
+    if data.portions is None:
+        return None
+    found, noun = next_portion(data, ()), data.portions.noun
+    if isinstance(found, Late):
+        raise DataError(f"{noun} {found.name}: {found.missing}", hint=f"the first {noun} is not there yet")
+    assert found is not None  # there is a name, or a file
+    return found
+
+
+def _files(source: DataSource, needed: bool) -> list[str]:
+    """The files of a source by name; none where it is not there, unless they are `needed`. DataError."""
+    path = Path(source.path)
+    if not needed and not path.is_file() and local_slice(source.path) is None and not _lists_any(path):
+        return []
+    return [str(file.path) for file in expand([source])]
+
+
+def _lists_any(path: Path) -> bool:
+    """Whether a directory has a file whose name is not hidden, or a glob finds one."""
+    if path.is_dir():
+        return any(file.is_file() and file.suffix and not file.name.startswith(".") for file in path.rglob("*"))
+    return any(Path(name).is_file() for name in glob.glob(str(path), recursive=True))

@@ -18,8 +18,7 @@ from lm_eval.api.model import LM
 from tuner.config.eval_tasks import HARNESS, EvalTask
 from tuner.errors import RecipeError, TunerError
 from tuner.evals.figures import Result
-from tuner.evals.requests import Asker, Respondent
-from tuner.evals.task import ScoredTask, TaskScore
+from tuner.evals.task import Asker, Respondent, ScoredTask, TaskScore
 from tuner.runtime.plugins import naming
 from tuner.runtime.process import Collective, gloo_group
 

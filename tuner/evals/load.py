@@ -9,9 +9,7 @@ from typing import Any
 
 from tuner.config.eval_tasks import EvalTask
 from tuner.errors import DataError, MachineError, PluginError, RecipeError
-from tuner.evals.items import TaskItems, items_of, read_items
-from tuner.evals.requests import Asker, IdSource
-from tuner.evals.task import AnswerScorer, ItemsTask, ScoredTask
+from tuner.evals.task import AnswerScorer, Asker, IdSource, ItemsTask, ScoredTask, TaskItems, items_of, read_items
 from tuner.runtime.plugins import load, naming, require_call, source_file
 from tuner.runtime.process import Collective, gloo_group
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.evals.requests import Likelihood, ScoreRequest
+from tuner.evals.task import Likelihood, ScoreRequest
 from tuner.model.decode import greedy
 from tuner.model.output_layer import Head, OutputLayer, block_logits, product_dtype, spans
 from tuner.model.root import CausalLM

@@ -12,14 +12,15 @@ import transformers
 from jinja2 import Environment
 
 import tuner
-from tuner.config.dump import flow
+from tuner.config.yaml import flow
 from tuner.export.source import ExportSource
 from tuner.rundir.layout import METRICS, TOKENIZER
 from tuner.rundir.records import Records
 from tuner.runtime.files import read_json
 
 if TYPE_CHECKING:
-    from tuner.export.merges import Merge
+    from tuner.export.proof import Merge
+
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")

@@ -14,18 +14,16 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from tuner.errors import DataError, RecipeError
-from tuner.export.frozen import published_tensors
 from tuner.export.outputs import ExportedValues, Trained
-from tuner.export.shards import Output
 from tuner.export.source import ExportSource
-from tuner.export.tensors import OpenFiles
+from tuner.export.tensors import OpenFiles, Output
 from tuner.export.verify import not_published
-from tuner.export.weights import read_config, some
+from tuner.export.weights import published_tensors, read_config, some
 from tuner.export.write import CONFIG, write_config
+from tuner.model import stored
 from tuner.model.build import decoder_of, head_layer, meta_model
 from tuner.model.multimodal import text_key, untouched
-from tuner.model.published import published, state_names
-from tuner.model.stored import WEIGHTS, elements, hash_of_all, hashes, stored_tensors, weights_directory
+from tuner.model.stored import WEIGHTS, elements, hashes, published, state_names, stored_tensors
 from tuner.model.transformers_private import file_places
 from tuner.runtime.files import json_bytes, read_json, write_new
 
@@ -77,7 +75,7 @@ class WholeModel(Form):
         super().__init__(trained, read_config(source))
         self._source = source
         patterns = [*WEIGHTS, CONFIG, *PROCESSORS, TEMPLATE]
-        self.directory = weights_directory(source.name_or_path, source.revision, patterns)
+        self.directory = stored.weights_directory(source.name_or_path, source.revision, patterns)
         self._untouched = untouched(trained.plain, self.directory)
         self.elements = elements(self._untouched.values())  # numbers that were left as they were
 
@@ -88,7 +86,7 @@ class WholeModel(Form):
     def require_same(self) -> None:
         """Hash what was left as it was. Raises DataError where it is not what the run's checkpoint noted."""
         noted = self._source.model.get("untouched") or {}
-        if hash_of_all(self._lines) != noted.get("sha256"):
+        if stored.hash_of_all(self._lines) != noted.get("sha256"):
             raise DataError(
                 f"{self.directory}: what {self._source.checkpoint.path} left as it was of it (images, sound) changed "
                 f"since: {len(self._lines)} tensors, {noted.get('tensors')} then",

@@ -14,9 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError, MachineError, RecipeError, first_line
 from tuner.export.card import CARD
-from tuner.rundir.exports import LINEAGE
-from tuner.rundir.layout import EXPORTS, LATEST
-from tuner.rundir.links import require_no_links
+from tuner.rundir.checkpoints import LINEAGE
+from tuner.rundir.layout import EXPORTS, LATEST, require_no_links
 from tuner.rundir.run_json import is_run
 from tuner.runtime.files import json_bytes, read_json, verify_entries
 

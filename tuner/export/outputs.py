@@ -9,30 +9,17 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
-from tuner.export.frozen import Frozen
-from tuner.export.quantized import quantized_base
-from tuner.export.shards import Output
+from tuner.export import tensors, weights
 from tuner.export.source import ExportSource
-from tuner.export.tensors import (
-    OpenFiles,
-    TensorSource,
-    checkpoint_tensor,
-    converted_tensors,
-    held_tensor,
-    made_tensor,
-    mean_tensor,
-    merged_tensor,
-    replaced_tensor,
-    rounded_tensor,
-)
-from tuner.export.weights import exact_names, load_trained, read_config, require_tensors, some, trainable_spec_of
+from tuner.export.tensors import OpenFiles, Output, TensorSource
+from tuner.export.weights import exact_names, quantized_base
 from tuner.export.write import expert_names, peft_name, tied_and_saved
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.low_rank import ExpertsLowRank, LowRank
 from tuner.model.peft_kinds import PeftSpec, merged_weights
-from tuner.model.published import Published, converted, published
+from tuner.model.stored import Published, converted, published
 from tuner.model.tokens import trainable_tokens
 
 
@@ -54,12 +41,12 @@ def trained_skeleton(source: ExportSource) -> Trained:
 
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
     """
-    config, choice = read_config(source), trainable_spec_of(source)
+    config, choice = weights.read_config(source), weights.trainable_spec_of(source)
     plain = meta_model(config, torch.float32, source.head)
     adapted = plain if choice.is_all else meta_model(config, torch.float32, source.head)
     choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
-    require_tensors(source, wanted)
+    weights.require_tensors(source, wanted)
     return Trained(plain, adapted, frozenset(wanted), choice.adapter)
 
 
@@ -105,18 +92,18 @@ class ExportedValues:
         for entry in entries:
             found = self._source_of(entry, frozen) or frozen.assembled(entry)
             kind = found.dtype if dtype is None else _written(found, self._type_of(entry, dtype))
-            yield entry.name, rounded_tensor(found, kind)
+            yield entry.name, tensors.rounded_tensor(found, kind)
 
-    def _entries(self, with_adapter: bool = True) -> tuple[list[Published], Frozen]:
+    def _entries(self, with_adapter: bool = True) -> tuple[list[Published], weights.Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
         if isinstance(self._trained.adapter, PeftSpec):
-            self._merged = merged_weights(load_trained(self._source))
+            self._merged = merged_weights(weights.load_trained(self._source))
         elif with_adapter:
             self._of_experts = self._low_rank_of_experts()
             self._adapters = self._low_rank() | self._of_experts
         entries = published(self._trained.plain)
         left = [entry for entry in entries if entry.name not in self._trained_names]
-        return entries, Frozen(self._source, self._trained.plain, self._files, left, self._base)
+        return entries, weights.Frozen(self._source, self._trained.plain, self._files, left, self._base)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
@@ -128,34 +115,35 @@ class ExportedValues:
         if not name.endswith((LORA_A, LORA_B)):
             return found
         shape = in_peft(name, torch.empty(found.shape, device="meta")).shape
-        return made_tensor(tuple(shape), found.dtype, lambda: in_peft(name, found.whole()))
+        return tensors.made_tensor(tuple(shape), found.dtype, lambda: in_peft(name, found.whole()))
 
     def checkpoint(self, name: str) -> TensorSource:
         """A trained tensor of the model with its adapter."""
         key = self._source.prefix + name
-        found = [checkpoint_tensor(self._files, info.path, key, index[key]) for info, index in self._indices]
-        return mean_tensor(found) if self._source.averaged else found[0]
+        found = [tensors.checkpoint_tensor(self._files, info.path, key, index[key]) for info, index in self._indices]
+        return tensors.mean_tensor(found) if self._source.averaged else found[0]
 
-    def _source_of(self, entry: Published, frozen: Frozen) -> TensorSource | None:
+    def _source_of(self, entry: Published, frozen: weights.Frozen) -> TensorSource | None:
         """A tensor with its adapter and its new tokens; None where it is frozen and the files hold it in parts."""
         if entry.name in self._merged:
-            return held_tensor(self._merged[entry.name])
+            return tensors.held_tensor(self._merged[entry.name])
         trained = self._trained_names.get(entry.name)
         found = frozen.tensor(entry) if trained is None else self.checkpoint(trained)
         if entry.name in self._of_experts:
             found = frozen.later(entry) if found is None else found
         elif entry.name in self._adapters and (found is None or not entry.is_itself):
             raise RecipeError(
-                f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
+                f"{entry.name} is adapted and published as {weights.some(list(entry.targets))}: it cannot be merged",
                 hint="export with --adapter keep",
             )
         if found is not None and entry.name in self._adapters:
-            found = merged_tensor(found, self._adapters[entry.name])
+            found = tensors.merged_tensor(found, self._adapters[entry.name])
         if found is not None and entry.name in self._new_rows:
-            found = replaced_tensor(found, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
+            rows = self.checkpoint(self._new_rows[entry.name])
+            found = tensors.replaced_tensor(found, rows, self._source.new_ids.start)
         return found
 
-    def _outputs_of(self, entry: Published, frozen: Frozen, dtype: torch.dtype) -> Iterable[Output]:
+    def _outputs_of(self, entry: Published, frozen: weights.Frozen, dtype: torch.dtype) -> Iterable[Output]:
         found = self._source_of(entry, frozen)
         dtype = self._type_of(entry, dtype)
         if found is None and frozen.is_quantized(entry):
@@ -213,8 +201,8 @@ def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dty
     """A tensor of the model as its published files hold it."""
     parts = dict.fromkeys(entry.targets, found)
     if not entry.is_itself:
-        rounded = rounded_tensor(found, _written(found, dtype))
-        parts = converted_tensors(rounded, partial(converted, model, entry.name), entry.targets)
+        rounded = tensors.rounded_tensor(found, _written(found, dtype))
+        parts = tensors.converted_tensors(rounded, partial(converted, model, entry.name), entry.targets)
     return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tuner.errors import DataError, RecipeError
-from tuner.export.quantized import published_codes
 from tuner.export.source import TRAINED, ExportSource, Weights, path_of, resolve, warn_of_better
-from tuner.rundir.exports import LINEAGE, has_options
+from tuner.export.weights import published_codes
+from tuner.rundir.checkpoints import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
 from tuner.runtime.files import MANIFEST_NAME, read_json, sha256_file, verify_entries

@@ -3,6 +3,11 @@
 Every tensor has to be the trained one, recomputed and rounded once to its type (`expected`), and with the tensors as
 they were trained in place of the rounded ones the model has to give the logits that training recorded. Then nothing but
 rounding is left, whose cost is measured as a share of what training changed.
+
+An adapter of a quantised base was trained on weights that codes and scales stand for. Merged into these it is the
+trained model, up to rounding; merged into the original ones it is another model, which lacks the errors that the
+adapter learned to live with. How much that matters depends on the model: it is measured (Kullback-Leibler divergence of
+next-token distributions), on the prompts that the checkpoint has recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -21,25 +26,67 @@ from transformers import PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
 from tuner.errors import DataError
-from tuner.export import verify
-from tuner.export.answers import KEPT, Answers, Kept, answers_of, kept, uniform
+from tuner.export import verify, weights
 from tuner.export.form import Form
-from tuner.export.frozen import Frozen
-from tuner.export.merges import Merge
-from tuner.export.outputs import Trained, in_peft, names_in_peft
+from tuner.export.outputs import ExportedValues, Trained, in_peft, names_in_peft
 from tuner.export.padding import VocabularyPadding, require_batches
 from tuner.export.plan import ExportPlan
-from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles, held_tensor
-from tuner.export.verify import not_published
-from tuner.export.weights import DTYPES, exact_names, load_trained, plain_base, some, trainable_spec_of
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn
 from tuner.model.experts import LORA_A, LORA_B
 from tuner.model.peft_kinds import PeftSpec, applied_weights
-from tuner.model.published import Published, published, state_names
+from tuner.model.stored import Published, published, state_names
+
+Merged = Literal["original", "quantized"]
+BASES: tuple[Merged, ...] = ("original", "quantized")
+"""Of a base whose files hold codes alone there is the second only."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The base that is merged into, and the divergence of both from the trained model, in nats a token.
+
+    ``last`` are the chosen model's logits ``[P, V]`` at the last position of each prompt, in the type that is written.
+    """
+
+    base: Merged
+    kl: dict[Merged, float]
+    tokens: int
+    last: torch.Tensor
+
+
+def measured(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merge:
+    """Put the trained model together, then what it would be merged to, one after the other in the same memory.
+
+    A kept adapter is compared without rounding: what it answers on either base. Raises VerificationError where the
+    model that was put together is not the one that was trained.
+    """
+    dtype = weights.DTYPES["fp32" if plan.adapter == "keep" else plan.dtype]
+    bases: tuple[Merged, ...] = ("quantized",) if weights.published_codes(plan.source) is not None else BASES
+    kl, last = dict[Merged, float](), dict[Merged, torch.Tensor]()
+    with torch.no_grad(), withdrawn():
+        model = weights.plain_model(weights.read_config(plan.source), plan.source.head)
+        _fill(plan, trained, model, None, "quantized")
+        expected = verify.answers_of(model, probes.prompts)
+        same = verify.compare(probes.logits, expected.last)
+        verify.require_close(same, "the quantised base with its adapter is not the trained model", verify.SAME_MODEL)
+        for base in bases:
+            _fill(plan, trained, model, dtype, base)
+            found = verify.answers_of(model, probes.prompts)
+            last[base], kl[base] = found.last, verify.divergence(expected, found)
+    closer: Merged = "original" if kl.get("original", math.inf) <= kl["quantized"] else "quantized"
+    chosen = closer if plan.base == "auto" else plan.base or "quantized"  # of two as close the published weights
+    return Merge(chosen, kl, len(expected.rows), last[chosen])
+
+
+def _fill(plan: ExportPlan, trained: Trained, model: nn.Module, dtype: torch.dtype | None, base: Merged) -> None:
+    """Merge the adapter into a base, rounded to ``dtype``, or not at all with None."""
+    with OpenFiles() as files:
+        values = ExportedValues(plan.source, trained, files, original=base == "original")
+        verify.fill(model, values.tensors(dtype))
 
 
 @dataclass(frozen=True)
@@ -47,7 +94,7 @@ class ExportProof:
     """How far the export's last logits are from the trained model's, and what it keeps where something was rounded."""
 
     difference: verify.LogitDifference
-    kept: Kept | None
+    kept: verify.Kept | None
     is_rounded_away: bool = False
     """Whether rounding costs more than a fifth of what training changed, or nobody knows what it was."""
 
@@ -71,7 +118,7 @@ def prove(
         require_batches(loaded, probes, padding)
     merge = None if plan.adapter == "keep" else merge
     with withdrawn():
-        written = answers_of(loaded, probes.prompts)
+        written = verify.answers_of(loaded, probes.prompts)
         difference = verify.compare(probes.logits, written.last)
         if merge is not None:
             again = verify.compare(merge.last, written.last)
@@ -79,7 +126,7 @@ def prove(
         is_original = merge is not None and merge.base == "original"
         hold(plan, directory, trained, loaded, form, is_original)
         is_rounded = plan.dtype != "fp32" or is_original
-        exact = answers_of(loaded, probes.prompts) if is_rounded else written
+        exact = verify.answers_of(loaded, probes.prompts) if is_rounded else written
         same = verify.compare(probes.logits, exact.last)
         verify.require_close(same, "the export's model is not the trained model", verify.SAME_MODEL)
         if not is_rounded:
@@ -88,15 +135,15 @@ def prove(
             before = _before(plan, trained, loaded, form, probes, exact)
         except DataError:  # of a run that trained every weight: its base is not needed any more, and may be gone
             return ExportProof(difference, None, is_rounded_away=True)
-        found = kept(before, exact, written)
+        found = verify.kept(before, exact, written)
     if is_original and found.share <= 0:
-        raise not_published(
+        raise verify.not_published(
             f"merged into the original base, the export is further from the trained {plan.source.quantize} model (KL "
             f"{found.kl:.3g} nats a token) than training took it from its base ({found.gain:.3g}): nothing of it is "
             "left",
             hint="export with --base quantized",
         )
-    return ExportProof(difference, found, is_rounded_away=found.share < KEPT and not is_original)
+    return ExportProof(difference, found, is_rounded_away=found.share < verify.KEPT and not is_original)
 
 
 def hold(
@@ -107,7 +154,7 @@ def hold(
     Raises VerificationError for one that differs by more than rounding once, that is missing, or that is not the
     model's.
     """
-    dtype = DTYPES[plan.dtype]
+    dtype = weights.DTYPES[plan.dtype]
     with OpenFiles() as files:
         expected = Expected(plan.source, trained.plain, files)
         if plan.adapter == "keep":
@@ -116,7 +163,7 @@ def hold(
             written = load_file(directory / ADAPTER_WEIGHTS)
             for target, value in values.items():
                 if target not in written or not torch.equal(written[target], value.to(dtype)):
-                    raise not_published(f"{target}: not the trained tensor rounded once to {dtype}")
+                    raise verify.not_published(f"{target}: not the trained tensor rounded once to {dtype}")
             verify.fill_adapter(loaded, values)
             return
         if is_original:
@@ -132,7 +179,7 @@ def _hold(loaded: nn.Module, expected: Expected, form: Form, dtype: torch.dtype 
     for own_name, parts in expected.tensors():
         name = form.name(own_name)
         if name not in there:
-            raise not_published(f"transformers loads the export without {name}")
+            raise verify.not_published(f"transformers loads the export without {name}")
         left.discard(name)
         target, wrong, rows = there[name].data, 0, 0
         for part in parts:
@@ -141,47 +188,48 @@ def _hold(loaded: nn.Module, expected: Expected, form: Form, dtype: torch.dtype 
                 held = target[part.start : part.start + len(values)]
                 rows += len(values)
             if values.shape != held.shape:
-                raise not_published(f"{name} has shape {list(target.shape)} in the export")
+                raise verify.not_published(f"{name} has shape {list(target.shape)} in the export")
             if dtype is not None:
                 wrong += int(part.wrong(held, expected.type_of(own_name, dtype)).sum())
             held.copy_(values)
         if wrong or (target.ndim and rows != len(target)):
-            raise not_published(
+            raise verify.not_published(
                 f"{name}: {wrong:,} of its {target.numel():,} numbers are not the trained ones, rounded once to "
                 f"{str(dtype).removeprefix('torch.')}"
             )
     if left and not form.elements:  # what else a whole checkpoint holds was copied, and is held against its hashes
-        raise not_published(f"the export holds {some(sorted(left))}, which were not trained")
+        raise verify.not_published(f"the export holds {weights.some(sorted(left))}, which were not trained")
 
 
 def _loaded(plan: ExportPlan, directory: Path, padding: VocabularyPadding | None) -> nn.Module:
     if plan.adapter != "keep":
         return verify.load_plain(directory, plan.source.head)
-    base = plain_base(plan.source)
+    base = weights.plain_base(plan.source)
     if plan.source.head == "score":  # as the card says to do
         base.config.get_text_config().pad_token_id = None if padding is None else padding.id
     return verify.load_adapter(directory, base)
 
 
 def _before(
-    plan: ExportPlan, trained: Trained, loaded: nn.Module, form: Form, probes: verify.Probes, exact: Answers
-) -> Answers:
+    plan: ExportPlan, trained: Trained, loaded: nn.Module, form: Form, probes: verify.Probes, exact: verify.Answers
+) -> verify.Answers:
     """What the model answered before training, by the base's weights in the loaded one.
 
     A model of random weights knows nothing, and so does a head that training has put onto it.
     """
     source = plan.source
     if source.is_random or source.head == "score":
-        return uniform(exact)
+        return verify.uniform(exact)
     without: Any = getattr(loaded, "disable_adapter", nullcontext)
     if plan.adapter != "keep":
         entries = published(trained.plain)
         with OpenFiles() as files:
-            frozen = Frozen(source, trained.plain, files, entries, quantized_base(source, trained.plain))
+            base = weights.quantized_base(source, trained.plain)
+            frozen = weights.Frozen(source, trained.plain, files, entries, base)
             values = ((form.name(each.name), frozen.tensor(each) or frozen.assembled(each)) for each in entries)
             verify.fill(loaded, values)
     with without():
-        return answers_of(loaded, probes.prompts)
+        return verify.answers_of(loaded, probes.prompts)
 
 
 EPSILON = 2.0**-24
@@ -249,11 +297,11 @@ class Expected:
             if key.startswith(source.prefix)
         }
         self._used = set[str]()
-        base = None if original else quantized_base(source, plain)
+        base = None if original else weights.quantized_base(source, plain)
         left = [entry for entry in self._entries if entry.name not in self._keys]
-        self._frozen = Frozen(source, plain, files, left, base)
-        self._exact = exact_names(source, plain)
-        spec = trainable_spec_of(source).adapter
+        self._frozen = weights.Frozen(source, plain, files, left, base)
+        self._exact = weights.exact_names(source, plain)
+        spec = weights.trainable_spec_of(source).adapter
         self._scale = spec.scale if isinstance(spec, LoraSpec) else 0.0
         self._applied: dict[str, torch.Tensor] | None = None if isinstance(spec, PeftSpec) else {}
 
@@ -265,7 +313,7 @@ class Expected:
         for entry in self._entries:
             yield entry.name, self._parts(entry)
         if left := sorted(self._keys.keys() - self._used):
-            raise not_published(f"trained, and in no tensor of the export: {some(left)}")
+            raise verify.not_published(f"trained, and in no tensor of the export: {weights.some(left)}")
 
     def type_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type in which a floating tensor is written: some are float32 whatever the others are."""
@@ -308,7 +356,7 @@ class Expected:
     def _applied_weights(self) -> dict[str, torch.Tensor]:
         """What layers with an adapter by peft's own config compute, which no formula here says; none of others."""
         if self._applied is None:
-            self._applied = dict(applied_weights(load_trained(self._source)))
+            self._applied = dict(applied_weights(weights.load_trained(self._source)))
             layers = tuple(f"{name.rpartition('.')[0]}." for name in self._applied)
             self._used |= {name for name in self._keys if name.startswith(layers)}
         return self._applied

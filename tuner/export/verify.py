@@ -1,6 +1,10 @@
-"""Proof that an exported directory is the trained model: equal bits on disk, equal answers and ids when loaded."""
+"""Proof that an exported directory is the trained model: equal bits on disk, equal answers and ids when loaded.
+
+Answers to the probes of a run say, too, how much of what training changed an export keeps.
+"""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +16,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from tuner.checkpoint.load import read_probe
@@ -20,13 +25,11 @@ from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.config.methods import Head
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, MemoryLimitError, VerificationError
-from tuner.export.answers import answers_of
-from tuner.export.shards import Output, Written, sha256_of_same
 from tuner.export.source import ExportSource
-from tuner.export.tensors import TensorSource
+from tuner.export.tensors import Output, TensorSource, Written, sha256_of_same
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.build import auto_model
-from tuner.model.published import state_names
+from tuner.model.stored import state_names
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
 from tuner.runtime.files import file_entries, gib, verify_entries
 from tuner.runtime.memory import host_memory
@@ -34,7 +37,7 @@ from tuner.runtime.memory import host_memory
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")
 """What is encoded for a run that recorded no probes."""
-_CLOCK = "strftime_now"
+CLOCK = "strftime_now"
 _N_FALLBACK_PROBES, _FALLBACK_LENGTH = 8, 32
 
 
@@ -258,7 +261,7 @@ def _of_the_files(directory: Path) -> Iterator[dict[str, Any]]:
 
 def _require_ids(tokenizer: Any, probe: Mapping[str, Any]) -> None:
     text = probe["text"]
-    if (messages := probe.get("messages")) is not None and _CLOCK not in str(tokenizer.chat_template):
+    if (messages := probe.get("messages")) is not None and CLOCK not in str(tokenizer.chat_template):
         rendered = tokenizer.apply_chat_template(messages, tools=probe.get("tools"), tokenize=False)
         if rendered != text:
             raise not_published(f"the exported chat template renders {short(rendered)}, training saw {short(text)}")
@@ -286,3 +289,120 @@ def differing(text: str, ids: Sequence[int], wanted: Sequence[int]) -> str:
 def short(text: str) -> str:
     """A text in quotes, as a line has room for it."""
     return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-30:]}")
+
+
+POSITIONS = 16
+"""The last ones of each prompt, whose distributions are compared."""
+KEPT = 0.8
+"""Of what training changed: where rounding costs more than a fifth, `auto` takes the type that keeps it."""
+NOISE = 1e-9
+"""Nats that the order of float32 sums makes."""
+DIGITS = 6
+"""Of a divergence in nats; what is below differs with the order of float32 sums."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Logits ``[P, V]`` at the last position of each prompt, scores ``[P, 1]``, and log-probabilities ``[N, V]``.
+
+    The latter are the distributions over the next token at the last positions of each prompt; of a reward model those
+    of which of each two prompts is preferred, ``[P (P - 1) / 2, 2]``.
+    """
+
+    last: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How much of what training changed is in an export, and the divergences behind it, in nats a distribution."""
+
+    share: float
+    kl: float
+    """From the trained model to the export."""
+    gain: float
+    """From the trained model to the base that it began as."""
+    tokens: int
+    """How many distributions these are means over."""
+
+
+@torch.no_grad()
+def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> Answers:
+    """What a model answers, in float32, each prompt run alone and unpacked."""
+    last, rows = list[torch.Tensor](), list[torch.Tensor]()
+    for prompt in prompts:
+        logits = model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].float()
+        last.append(logits if logits.ndim == 1 else logits[-1])  # transformers' own choice of a scored token
+        if logits.ndim > 1:
+            rows.append(torch.log_softmax(logits[-POSITIONS:], -1))
+    scores = torch.stack(last)
+    if scores.shape[-1] == 1:
+        rows = [torch.log_softmax(pairs(scores), -1)]
+    return Answers(scores, torch.cat(rows))
+
+
+def pairs(scores: torch.Tensor) -> torch.Tensor:
+    """Scores ``[P, 1]`` of each two prompts ``[P (P - 1) / 2, 2]``: logits of which is preferred."""
+    return torch.combinations(scores[:, 0])
+
+
+def uniform(answers: Answers) -> Answers:
+    """What a model answers that knows nothing: of weights that are drawn."""
+    return Answers(torch.zeros_like(answers.last), torch.full_like(answers.rows, -math.log(answers.rows.shape[-1])))
+
+
+def divergence(expected: Answers, found: Answers) -> float:
+    """Kullback-Leibler divergence of what was found from what was expected: nats, the mean over all distributions.
+
+    The larger one of that as they are and that with logits scaled to unit spread: a model whose answers are all but
+    uniform would be close to any other. Infinite where one is not finite.
+    """
+    spread, scaled = _spread(expected, found)
+    return round(max(_divergence(expected, found), _divergence(spread, scaled)), DIGITS)
+
+
+def kept(base: Answers, trained: Answers, export: Answers) -> Kept:
+    """How much of what training changed from the base is in an export.
+
+    The changes are those of log-probabilities, and each weighs as the trained model gives it: how far the export's
+    change goes along the training's is the share that is left of small ones, whose gain in loss is linear in them. What
+    rounding adds across it costs nothing then; it does count in the second figure, the export's gain over the base on
+    text of the trained model as a share of the training's, KL(trained, base) - KL(trained, export). The smaller one is
+    taken. Answers that are all but uniform are compared with logits of unit spread.
+    """
+    said = _divergence(trained, base), _divergence(trained, export)
+    if len(trained.rows) and float(trained.rows.std(-1).mean()) < 1:
+        trained, base, export = _spread(trained, base, export)
+    gain, kl = _divergence(trained, base), _divergence(trained, export)
+    along = whole = 0.0
+    for (one, before), after in zip(_each(trained, base), export.rows, strict=True):
+        along += float(_expected(one, (after.double() - before) * (one - before)))
+        whole += float(_expected(one, (one - before) ** 2))
+    if gain <= NOISE:  # nothing was changed
+        share = 1.0 if kl <= NOISE else 0.0
+    else:
+        share = min(along / whole, 1 - kl / gain, 1.0) if math.isfinite(along) and math.isfinite(kl) else 0.0
+    return Kept(max(round(share, 4), 0.0), round(said[1], DIGITS), round(said[0], DIGITS), len(trained.rows))
+
+
+def _spread(first: Answers, *others: Answers) -> list[Answers]:
+    """Answers whose logits are scaled to unit spread of the first ones'."""
+    scale = 1 / max(float(first.rows.std(-1).mean()), 1e-12) if len(first.rows) else 1.0
+    return [Answers(each.last, torch.log_softmax(each.rows * scale, -1)) for each in (first, *others)]
+
+
+def _divergence(expected: Answers, found: Answers) -> float:
+    total = sum(float(_expected(one, one - other)) for one, other in _each(expected, found))
+    mean = total / max(len(expected.rows), 1)
+    return max(mean, 0.0) if math.isfinite(mean) else math.inf
+
+
+def _each(first: Answers, second: Answers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for one, other in zip(first.rows, second.rows, strict=True):
+        yield one.double(), other.double()
+
+
+def _expected(log: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The mean of values under a distribution; what it gives no probability counts for nothing."""
+    chance = log.exp()
+    return torch.where(chance > 0, chance * values, 0.0).sum()

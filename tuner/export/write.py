@@ -17,11 +17,10 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError, first_line
 from tuner.export.source import ExportSource
-from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules, taken_for_experts
 from tuner.model.build import has_score, is_part, without_progress
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.peft_kinds import PeftSpec
-from tuner.model.peft_names import taken_for_experts
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new

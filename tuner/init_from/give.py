@@ -1,7 +1,9 @@
-"""Giving a plan's tensors to a model that is on the CPU: one after the other, each hashed as it is read."""
+"""Giving a plan's tensors to a model that is on the CPU, one after the other, each hashed as it is read; and the report
+of that in words: a line for the console, and the file of a run's directory.
+"""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +13,10 @@ from transformers import PreTrainedModel
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.config.recipe import InitFrom
 from tuner.errors import DataError, RecipeError
-from tuner.init_from.match import plan_of
-from tuner.init_from.plan import KEY, Gift, InitPlan, Matched
+from tuner.init_from.match import KEY, Gift, InitPlan, Matched, brief, plan_of
 from tuner.init_from.target import InitTarget, layers_of_new_rows, own_names
 from tuner.model.low_rank import LowRank
-from tuner.model.published import assembled, state_names
+from tuner.model.stored import assembled, state_names
 
 
 class Giver:
@@ -71,7 +72,9 @@ class Giver:
         if gift.how == "merged":
             target.copy_(self._low_rank(gift).added_to(target))
         elif gift.how == "assembled":
-            parts = {name: self._read(gift.entry, there) for name, there in self._parts(gift)}
+            entry = next(entry for entry in self.plan.target.files.values() if entry.name == gift.place.name)
+            read = [self._read(gift.entry, name) for name in gift.names]
+            parts = dict(zip(entry.targets, read, strict=True))  # by their names in published files
             target.copy_(assembled(self.plan.target.skeleton, gift.place.name, parts))
         else:
             found = self._read(gift.entry, gift.names[0])
@@ -84,11 +87,6 @@ class Giver:
         if stop > start:
             into = weight.detach()[start:stop] if layer is None else layer.new_rows.detach()[: stop - start]
             into.copy_(found[start:stop])
-
-    def _parts(self, gift: Gift) -> list[tuple[str, str]]:
-        """The names of a tensor's parts in published files, and in the source."""
-        entry = next(entry for entry in self.plan.target.files.values() if entry.name == gift.place.name)
-        return list(zip(entry.targets, gift.names, strict=True))
 
     def _low_rank(self, gift: Gift) -> LowRank:
         facts = self.plan.source(gift.entry).adapter
@@ -116,10 +114,7 @@ def _facts(one: Matched, hashes: Mapping[tuple[int, str], str]) -> dict[str, Any
     shapes = [[source.tensors[name].shape for name in gift.names] for gift in one.gifts]
     form = sorted(f"{gift.place.name} {gift.how} {shape}" for gift, shape in zip(one.gifts, shapes, strict=True))
     return {
-        "path": str(source.path),
-        "kind": source.kind,
-        "step": source.step,
-        "tensors": len(lines),
+        "path": str(source.path), "kind": source.kind, "step": source.step, "tensors": len(lines),
         "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "form": hashlib.sha256("\n".join(form).encode()).hexdigest(),
         "trained": sum(gift.place.trained for gift in one.gifts),
@@ -136,3 +131,80 @@ def give_frozen(entries: Mapping[int, InitFrom], target: InitTarget, model: PreT
     except RecipeError as error:
         words = f"what the run gave its frozen weights is not there as it was: {error.message}"
         raise DataError(words, hint=f"restore it: {KEY}") from error
+
+
+WHAT = {
+    "whole": "taken", "rows": "taken, first rows", "assembled": "taken, put together", "merged": "taken, adapter merged"
+}
+
+
+def summary(plan: InitPlan) -> str:
+    """What each entry gave, a line each, and how much of the model stays as it was."""
+    counted = set(plan.gifts)
+    lines = []
+    for one in plan.entries:
+        given = [gift for gift in one.gifts if gift in counted]
+        counts = [f"{len(given)} of {len(plan.target.places)} weights"]
+        counts += [f"{count} {what}" for what, count in _counts(one, given) if count]
+        lines.append(f"{one.source.title}: {', '.join(counts)}")
+    kept = len(plan.kept)
+    stay = "1 weight stays as it was" if kept == 1 else f"{kept} weights stay as they were"
+    lines.append(stay if kept else "every weight is given")
+    return "\n".join(lines)
+
+
+def _counts(one: Matched, given: Sequence[Gift]) -> Iterator[tuple[str, int]]:
+    yield "renamed", sum(map(len, one.renames.values()))
+    yield "merged", sum(gift.how == "merged" for gift in given)
+    yield "grown", sum(gift.how == "rows" for gift in given)
+    yield "replaced by a later entry", len(one.gifts) - len(given)
+    yield "without a place", len(one.unexpected)
+    yield "missing there", len(one.missing)
+
+
+def report(plan: InitPlan, facts: Mapping[str, Any] | None = None) -> str:
+    """Everything that was matched, by entry: taken, renamed, missing, unexpected and grown; with hashes, if known."""
+    lines: list[str] = []
+    counted = set(plan.gifts)
+    for one in plan.entries:
+        lines.append(f"model.init_from.{one.number}: {one.source.title}")
+        if facts is not None:
+            noted = facts["entries"][one.number]
+            lines.append(f"  read: {noted['tensors']} tensors, sha256 {noted['sha256']}")
+        lines += _of_entry(one, counted)
+        lines.append("")
+    lines.append(f"weights that stay as they were: {len(plan.kept)} of {len(plan.target.places)}")
+    lines += _names(place.name for place in plan.kept)
+    return "\n".join(lines) + "\n"
+
+
+def _of_entry(one: Matched, counted: set[Gift]) -> Iterator[str]:
+    for how, what in WHAT.items():
+        gifts = [gift for gift in one.gifts if gift.how == how and gift in counted]
+        if gifts:
+            yield f"  {what}: {len(gifts)}"
+            yield from (f"  {line}" for line in _names(_named(gift, one) for gift in gifts))
+    for pattern, pairs in one.renames.items():
+        yield f"  renamed by {pattern!r} -> {one.entry.rename[pattern]!r}: {len(pairs)}"
+        yield f"    {pairs[0][0]} -> {pairs[0][1]}" + (", ..." if len(pairs) > 1 else "")
+    left: tuple[tuple[str, list[str]], ...] = (
+        ("replaced by a later entry", [gift.place.name for gift in one.gifts if gift not in counted]),
+        ("the same weight under its other name", one.twins), ("without a place here (unexpected)", one.unexpected),
+        ("missing there", one.missing), ("not chosen", one.not_chosen),
+    )
+    for what, names in left:
+        if names:
+            yield f"  {what}: {len(names)}"
+            yield from (f"  {line}" for line in _names(names))
+
+
+def _named(gift: Gift, one: Matched) -> str:
+    """A place, with its shape, and types where they differ."""
+    tensor = one.source.tensors[gift.names[0]]
+    shape = ", ".join(map(str, gift.place.shape))
+    rows = f" {tensor.shape[0]:,} of {gift.place.shape[0]:,} rows" if gift.how == "rows" else ""
+    return f"{gift.place.name} [{shape}] {tensor.said.lower()}{rows}"
+
+
+def _names(names: Iterable[str]) -> list[str]:
+    return [f"  {name}" for name in brief(list(names))]

@@ -1,18 +1,103 @@
-"""Matching the sources of weights with a model, by headers alone."""
+"""Matching the sources of weights with a model, by headers alone: which tensor of which source goes where, what is
+unclear about it, and the globs and names by which that is said.
+"""
 
+import difflib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tuner.config.recipe import InitFrom
+from tuner.config.value_types import CAPTURE, WILDCARD
 from tuner.errors import RecipeError, TunerError
-from tuner.init_from.names import brief, fits, is_renamed, nearest, renamed
-from tuner.init_from.plan import KEY, SHOWN, Gift, How, InitPlan, Matched, Unclear, listed
-from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, SourceTensor, open_source
+from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, SourceTensor, WeightSource, newest_version, open_source
 from tuner.init_from.target import InitTarget, TargetTensor
-from tuner.init_from.versions import newest_version
+
+KEY = "model.init_from"
+How = Literal["whole", "rows", "assembled", "merged"]
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """Why an entry is refused: the key to blame, what is wrong, and what to write."""
+
+    key: str
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class Gift:
+    """What a place gets: a tensor, the first rows of it, one made of several, or what an adapter adds to it.
+
+    ``names`` are the tensors in the source; of an adapter A, B and, with DoRA, the lengths.
+    """
+
+    entry: int
+    place: TargetTensor
+    how: How
+    names: tuple[str, ...]
+
+
+@dataclass
+class Matched:
+    """What one entry gives, and what of it does not."""
+
+    number: int
+    entry: InitFrom
+    source: WeightSource
+    gifts: list[Gift] = field(default_factory=list)
+    renames: dict[str, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    """By the glob of `rename`, names there and here."""
+    unexpected: list[str] = field(default_factory=list)
+    not_chosen: list[str] = field(default_factory=list)
+    twins: list[str] = field(default_factory=list)
+    """Second copies of tied weights."""
+    missing: list[str] = field(default_factory=list)
+    """Places that a source which was taken whole has nothing for."""
+    problems: list[Unclear] = field(default_factory=list)
+
+    def refuse(self, message: str, hint: str | None = None, key: str | None = None) -> None:
+        """Note what is unclear, about the entry or one of its keys."""
+        self.problems.append(Unclear(f"{KEY}.{self.number}" + (f".{key}" if key else ""), message, hint))
+
+
+@dataclass(frozen=True)
+class InitPlan:
+    """What a model is given before its first step: every entry's gifts, of which later ones win."""
+
+    target: InitTarget
+    entries: tuple[Matched, ...]
+    gifts: tuple[Gift, ...]
+    """Those that count, in order: none that a later one replaces whole."""
+
+    def source(self, number: int) -> WeightSource:
+        """That of the entry with this number."""
+        return next(one.source for one in self.entries if one.number == number)
+
+    def shape(self, gift: Gift) -> tuple[int, ...]:
+        """That of a place, or of its first rows where no others are given."""
+        return self.source(gift.entry).tensors[gift.names[0]].shape if gift.how == "rows" else gift.place.shape
+
+    @property
+    def kept(self) -> list[TargetTensor]:
+        """The places that stay as they were."""
+        given = {gift.place.name for gift in self.gifts}
+        return [place for name, place in self.target.places.items() if name not in given]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
 
 Homeless = list[tuple[str, str]]
 """What has no place: names in the source, and those that they would have here."""
@@ -321,11 +406,82 @@ def takes(one: Matched, target: InitTarget, place: TargetTensor, name: str, tens
             "write model.quantize: none, or export the given weights as a model first and name that",
         )
         return False
-    if tensor.dtype is None or (tensor.dtype not in _FLOATS and not _is_buffer(target, place)):
+    is_buffer = place.name in (name for name, _ in target.skeleton.named_buffers())
+    if tensor.dtype is None or (tensor.dtype not in _FLOATS and not is_buffer):
         one.refuse(f"{name} of {one.source.path} has the type {tensor.said}, which weights do not have")
         return False
     return True
 
 
-def _is_buffer(target: InitTarget, place: TargetTensor) -> bool:
-    return place.name in dict(target.skeleton.named_buffers())
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+NEAREST = 3
+SHOWN_NUMBERS = 6
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a glob means a name: the whole of it or from a dot on, and everything below what it means."""
+    return re.fullmatch(rf"(?:.*\.)?{_expression(pattern)}(?:\..*)?", name) is not None
+
+
+def renamed(name: str, table: Mapping[str, str]) -> str:
+    """The name by the first glob of ``table`` that means the whole of it; the name itself where none does."""
+    for pattern, new in table.items():
+        if found := re.fullmatch(_expression(pattern), name):
+            return CAPTURE.sub(lambda number: found[int(number[1])], new)  # noqa: B023 - used at once
+    return name
+
+
+def is_renamed(name: str, pattern: str) -> bool:
+    """Whether a glob of a table means the whole of a name."""
+    return re.fullmatch(_expression(pattern), name) is not None
+
+
+@cache
+def _expression(pattern: str) -> str:
+    """A glob as a regular expression with a group for each wildcard."""
+    ends = [(found.start(), found.end()) for found in WILDCARD.finditer(pattern)]
+    parts, last = [], 0
+    for start, end in ends:
+        parts += [re.escape(pattern[last:start]), "(.*)" if end - start > 1 else r"([^.]*)"]
+        last = end
+    return "".join([*parts, re.escape(pattern[last:])])
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the known names that are most like a name or a glob, the likest first.
+
+    Up to three more follow where they are as like as the third: `_proj` may stand for that of q, k, v and o.
+    """
+    names = list(dict.fromkeys(known))
+    found = difflib.get_close_matches(name, names, 2 * NEAREST, 0.5)
+    likeness = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
+    return [one for one, like in zip(found, likeness, strict=True) if like >= likeness[:NEAREST][-1]]
+
+
+def brief(names: Sequence[str]) -> list[str]:
+    """The same names in few: those that differ in numbers alone are one, `layers.{0-29}.mlp`, with their numbers."""
+    groups: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for name in names:
+        groups[_NUMBER.sub("{}", name)].append(tuple(map(int, _NUMBER.findall(name))))
+    return [_written(template, numbers) for template, numbers in groups.items()]
+
+
+def _written(template: str, numbers: Sequence[tuple[int, ...]]) -> str:
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    count = 1
+    for column in columns:
+        count *= len(column)
+    if count != len(set(numbers)):  # not every combination is there
+        return f"{template.replace('{}', '*')} ({len(numbers)} of them)"
+    for column in columns:
+        template = template.replace("{}", _range(column), 1)
+    return template
+
+
+def _range(column: Sequence[int]) -> str:
+    if len(column) == 1:
+        return str(column[0])
+    if column[-1] - column[0] == len(column) - 1:
+        return f"{{{column[0]}-{column[-1]}}}"
+    shown = ",".join(map(str, column[:SHOWN_NUMBERS]))
+    return f"{{{shown}{',...' if len(column) > SHOWN_NUMBERS else ''}}}"

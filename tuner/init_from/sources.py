@@ -1,12 +1,13 @@
 """Where weights come from: a run's checkpoint, a directory of a Hugging Face model, or one of an adapter alone.
 
-All three are opened by their headers; a tensor is read when it is asked for, and only then is it in memory.
+All three are opened by their headers; a tensor is read when it is asked for, and only then is it in memory. A source
+may have versions: those of a run are its checkpoints, those of another directory its `step-N`.
 """
 
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,19 +16,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tuner.checkpoint.load import read_tensor
+from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.storage import DTYPE_NAMES, DTYPES
-from tuner.errors import DataError, RecipeError
+from tuner.config.recipe import InitFrom
+from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
-from tuner.model.weight_files import vet_adapter
-from tuner.rundir.exports import LINEAGE
-from tuner.rundir.layout import MODEL_PREFIX
+from tuner.model.vetting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, vet_adapter
+from tuner.rundir.checkpoints import LINEAGE
+from tuner.rundir.layout import CHECKPOINTS, MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
 from tuner.runtime.files import read_json, require_small_configs
 
 Kind = Literal["checkpoint", "export", "model directory", "adapter"]
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """The ends of the names of an adapter's parts, as peft's files have them."""
 NEW_ROWS = ".new_rows"
@@ -182,3 +184,43 @@ def _readable(stored: Mapping[str, Stored]) -> dict[str, SourceTensor]:
         reader = functools.partial(read, tensor.file, name)
         found[plain] = SourceTensor(tensor.shape, DTYPES.get(tensor.dtype), reader, tensor.dtype)
     return found
+
+
+def newest_version(
+    source: Path, than: Path | None = None, pass_over: Callable[[str], None] = lambda text: None
+) -> Path:
+    """The newest version that is whole; ``than``, the current one, where none is newer.
+
+    A checkpoint's files are held against its manifest. ``pass_over`` is called with what is wrong with a newer one.
+    Raises RecipeError where there is none at all.
+    """
+    of_run = source / CHECKPOINTS
+    problem = ""
+    for number, path in step_dirs(of_run if of_run.is_dir() else source):
+        if than is not None and number <= int(than.name.rpartition("-")[2]):
+            break
+        try:
+            open_source(path, hashes=True)
+        except TunerError as error:
+            problem = problem or f"; {path.name}: {error.message}"
+            pass_over(f"{path} is passed over: {error.message}")
+            continue
+        return path
+    if than is not None:
+        return than
+    raise RecipeError(
+        f"{source} has no versions, so that nothing newer can come from it: it is neither a run with a checkpoint nor "
+        f"a directory of step-N{problem}",
+        hint="leave out every; or name a run that has saved, or its exports, such as runs/NAME/exports",
+    )
+
+
+def pinned(entries: Sequence[InitFrom], versions: Mapping[int, str]) -> dict[int, InitFrom]:
+    """Entries by number, and each with a version as one of that path, which never changes."""
+    fixed = {n: entries[n].model_copy(update={"path": path, "every": None}) for n, path in versions.items()}
+    return dict(enumerate(entries)) | fixed
+
+
+def versions_in(given: Mapping[str, Any]) -> dict[int, str]:
+    """The paths of the entries of `model.init_from` by number, as a checkpoint notes what its run was given."""
+    return {number: str(entry["path"]) for number, entry in enumerate(given["entries"])}

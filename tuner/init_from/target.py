@@ -11,7 +11,7 @@ from tuner.errors import RecipeError
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, NEW_ROWS, plain_name
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import is_part
-from tuner.model.published import Published, published, state_names
+from tuner.model.stored import Published, published, state_names
 from tuner.model.tokens import trainable_tokens
 from tuner.model.trainable import TrainableSpec
 
@@ -92,15 +92,10 @@ def target_of(
     conv = {name for name, module in plain.named_modules() if type(module).__name__ == "Conv1D"}
     entries = published(plain)
     return InitTarget(
-        places=places,
-        twins=_twins(plain),
-        files={target: entry for entry in entries for target in entry.targets},
-        skeleton=plain,
-        scales={name: float(layer.scaling[ADAPTER]) for name, layer in layers},
-        use_dora=isinstance(trainable.adapter, LoraSpec) and trainable.adapter.use_dora,
-        transposed=frozenset(conv),
-        quantized=quantized,
-        prefix=f"{plain.base_model_prefix}.",
+        places=places, twins=_twins(plain), files={target: entry for entry in entries for target in entry.targets},
+        skeleton=plain, scales={name: float(layer.scaling[ADAPTER]) for name, layer in layers},
+        use_dora=isinstance(trainable.adapter, LoraSpec) and trainable.adapter.use_dora, transposed=frozenset(conv),
+        quantized=quantized, prefix=f"{plain.base_model_prefix}.",
     )
 
 

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from tuner.ladder import score
 from tuner.ladder.charts import Chart, Series, chart
-from tuner.ladder.fit import Estimate, LawFit, Parameter, parameters_of
-from tuner.ladder.forecast import Forecast
-from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.law import LawForm
+from tuner.ladder.fit import Estimate, LawFit, LawForm, Parameter, parameters_of
+from tuner.ladder.forecast import Forecast, LadderHeldOut, ScoreFit, sigmoid_parameters
 from tuner.ladder.points import Along, Axis, Point, Size, by_rung, short
-from tuner.ladder.score import ScoreFit
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.files import write_atomic
 
 PAGE = "fit.html"
@@ -68,7 +64,7 @@ def figures_of(found: Forecast) -> dict[str, Any]:
         "left_out": [_held_out(one) for one in found.left_out],
         "target": None if found.target is None or found.loss is None else _target(found, found.target, found.loss),
         "scores": {
-            one.figure: {"parameters": {each.name: _parameter(each) for each in score.parameters_of(one)}}
+            one.figure: {"parameters": {each.name: _parameter(each) for each in sigmoid_parameters(one)}}
             for one in found.scores
         },
     }  # fmt: skip

@@ -1,5 +1,10 @@
-"""Start, or resume, what is missing of a ladder's rungs, one after the other; what is done is skipped."""
+"""Start, or resume, what is missing of a ladder's rungs, one after the other; what is done is skipped.
 
+What they will take is predicted, and what a rung's steps take on this machine is measured: its own recipe trained for a
+few of them, of which nothing is saved.
+"""
+
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +15,16 @@ from tuner.errors import RecipeError, TunerError
 from tuner.ladder.record import LadderRecord, as_started, write_ladder
 from tuner.ladder.rungs import Rung
 from tuner.profile.choose import predict_settled
+from tuner.profile.measure import Measurement, MeasureOptions
 from tuner.profile.prediction import Prediction
 from tuner.run.launch import launch
-from tuner.run.measure import target_of
+from tuner.run.measure import measure_recipe, target_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.status import nothing_to_do, status_of
+from tuner.rundir.curves import require_own
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import make_dirs, write_atomic
 
 
 @dataclass(frozen=True)
@@ -88,27 +96,18 @@ class PlannedRung:
         """The plan as JSON values."""
         rung, found = self.rung, self.prediction
         return {
-            "name": rung.name,
-            "parameters": rung.parameters,
-            "total_parameters": rung.total_parameters,
-            "target_tokens": rung.batch.target_tokens,
-            "batch_tokens": rung.batch.tokens,
-            "batch_rows": rung.batch.tokens // rung.row_tokens,
-            "off": round(rung.batch.off, 4),
-            "micro_tokens": rung.batch.micro_tokens,
-            "processes": rung.batch.processes,
-            "accumulation": rung.batch.accumulation,
-            "total_steps": rung.plan.total_steps,
-            "tokens": rung.tokens,
-            "lr": rung.lr,
-            "warmup_steps": rung.plan.warmup_steps,
-            "marks": [asdict(mark) for mark in rung.marks],
+            "name": rung.name, "parameters": rung.parameters, "total_parameters": rung.total_parameters,
+            "target_tokens": rung.batch.target_tokens, "batch_tokens": rung.batch.tokens,
+            "batch_rows": rung.batch.tokens // rung.row_tokens, "off": round(rung.batch.off, 4),
+            "micro_tokens": rung.batch.micro_tokens, "processes": rung.batch.processes,
+            "accumulation": rung.batch.accumulation, "total_steps": rung.plan.total_steps, "tokens": rung.tokens,
+            "lr": rung.lr, "warmup_steps": rung.plan.warmup_steps, "marks": [asdict(mark) for mark in rung.marks],
             "flops": self.flops,
             "memory_bytes": found.peak_bytes if found else None,
             "fits": found.verdict if found else None,
             "seconds": found.time.total_s if found else None,
             "run_dir": str(rung.run_dir),
-        }
+        }  # fmt: skip
 
 
 def predicted(rung: Rung, device: str | None) -> PlannedRung:
@@ -128,3 +127,46 @@ def note_plan(recipe: Recipe, rungs: Sequence[Rung]) -> None:
     ladder = as_started(LadderRecord(Path(recipe.output_dir), str(recipe.name), records))
     if RankInfo.from_environment().is_main:
         write_ladder(ladder)
+
+
+SCHEMA = "tuner.ladder-benchmark/1"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A rung, and what its steps took."""
+
+    rung: Rung
+    measured: Measurement
+
+    def plain(self) -> dict[str, Any]:
+        """The figures as JSON values: ``step_s`` in seconds, ``tok_per_s``, ``mfu`` (a share), ``memory`` in bytes."""
+        sizes = {"rung": self.rung.name, "parameters": self.rung.parameters, "batch_tokens": self.rung.batch.tokens}
+        return sizes | self.measured.as_json()
+
+
+def benchmarked(rung: Rung, steps: int, level: Level) -> Benchmark:
+    """Train a rung for `steps` steps as `tuner ladder run` would, and one more before them, without evaluations.
+
+    No run directory is touched. Raises what preparing its data and building its model raise, and MemoryLimitError.
+    """
+    found = measure_recipe(rung.loaded, MeasureOptions(steps), level).found
+    assert found is not None  # it is only where no step is taken
+    return Benchmark(rung, found)
+
+
+def file_name(rung: Rung) -> str:
+    """The name of a rung's figures in the ladder's directory."""
+    return f"benchmark-{rung.name}.json"
+
+
+def check_figures(path: Path) -> None:
+    """Raise RecipeError where the figures would overwrite something else."""
+    require_own(path, SCHEMA.encode(), "a benchmark")
+
+
+def write_figures(path: Path, found: Benchmark) -> None:
+    """Write the figures to a path that `check_figures` looked at. Raises MachineError."""
+    make_dirs(path.parent)
+    text = json.dumps({"schema": SCHEMA, **found.plain()}, indent=2)  # its mark first, as `check_figures` finds it
+    write_atomic(path, f"{text}\n".encode())

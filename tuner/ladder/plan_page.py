@@ -11,11 +11,10 @@ from tuner.errors import RecipeError
 from tuner.ladder.charts import Chart, Series, chart
 from tuner.ladder.launch import PlannedRung
 from tuner.ladder.rungs import Rung
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.console import clock
 from tuner.runtime.files import gib, write_atomic
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import Schedule, build_schedule
+from tuner.train.plan import Schedule, build_schedule, plan_steps
 
 MARK = b"<!doctype html><!-- tuner ladder plan -->"
 PNG_MARK = b"tuner ladder plan"

@@ -10,7 +10,7 @@ from typing import Literal
 from tuner.config.ladder import short_count
 from tuner.config.numbers import parse_number
 from tuner.errors import DataError, RecipeError
-from tuner.ladder.marks import Mark
+from tuner.ladder.record import Mark
 
 LOSS = "loss"
 NAMES = {

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.config.dump import recipe_dict
 from tuner.config.ladder import LadderSize, require_sizes, short_count
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.errors import RecipeError

@@ -132,11 +132,8 @@ def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> to
 
 
 def added_in_product(
-    layer: Any,
-    second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
-    source: torch.Tensor,
-    *args: Any,
-    **options: Any,
+    layer: Any, second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None, source: torch.Tensor,
+    *args: Any, **options: Any,
 ) -> torch.Tensor:
     """The forward of such a layer, with peft's arguments; ``source`` is ``[..., in]``, what is returned ``[..., out]``.
 

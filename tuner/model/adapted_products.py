@@ -38,18 +38,13 @@ def take_together(model: nn.Module, adapter: str) -> None:
             setattr(one, TOGETHER, (Together([one]), 0))
         for names in GIVEN_ONE_INPUT:
             group = [one for name, one in taken.items() if name in names]
-            alike = {_kind_of(one, adapter) for one in group}
+            bases = [(one.get_base_layer(), one.scaling[adapter]) for one in group]
+            alike = {(type(b), held_tensor(b).dtype, b.in_features, b.bias is None, scaling) for b, scaling in bases}
             if len(group) > 1 and len(alike) == 1 and isinstance(group[0].lora_dropout[adapter], nn.Identity):
                 together = Together(group)
                 together.clear_after(module)
                 for number, one in enumerate(group):
                     setattr(one, TOGETHER, (together, number))
-
-
-def _kind_of(layer: Any, adapter: str) -> tuple[Any, ...]:
-    """What layers that are computed together have in common."""
-    base = layer.get_base_layer()
-    return type(base), held_tensor(base).dtype, base.in_features, base.bias is None, layer.scaling[adapter]
 
 
 class Together:
@@ -122,12 +117,8 @@ def made_by(
 
 @torch.library.custom_op("tuner::adapted_products", mutates_args=())
 def adapted_products(
-    source: torch.Tensor,
-    inner: torch.Tensor,
-    held: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    downs: torch.Tensor | None,
-    ups: Sequence[torch.Tensor],
+    source: torch.Tensor, inner: torch.Tensor, held: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
+    downs: torch.Tensor | None, ups: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Each layer's ``[T, out]`` of ``source`` ``[T, in]``, to which its part of ``inner`` ``[T, R]`` is added.
 
@@ -140,7 +131,7 @@ def adapted_products(
     for number, (base, up, (first, last)) in enumerate(zip(_bases(held, ups), ups, _ranks(ups), strict=True)):
         bias = biases[number] if biases else None
         if len(base) > 1:
-            from tuner.model.quantize.product import quantized_product  # few trainings have codes
+            from tuner.model.quantize.linear import quantized_product  # few trainings have codes
 
             result = quantized_product(source, base[0], base[1], bias, False)
         else:
@@ -156,13 +147,8 @@ def _results(source: torch.Tensor, inner: Any, held: Any, biases: Any, downs: An
 
 @torch.library.custom_op("tuner::adapted_products_backward", mutates_args=())
 def _backward(
-    upstreams: Sequence[torch.Tensor],
-    source: torch.Tensor,
-    inner: torch.Tensor,
-    held: Sequence[torch.Tensor],
-    downs: torch.Tensor | None,
-    ups: Sequence[torch.Tensor],
-    wants_source: bool,
+    upstreams: Sequence[torch.Tensor], source: torch.Tensor, inner: torch.Tensor, held: Sequence[torch.Tensor],
+    downs: torch.Tensor | None, ups: Sequence[torch.Tensor], wants_source: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of source (empty where none is wanted), of ``downs`` or else of ``inner``, and of ``ups``."""
     of_inner, of_ups = torch.empty_like(inner), []
@@ -173,7 +159,7 @@ def _backward(
     if wants_source:
         for number, (upstream, base) in enumerate(zip(upstreams, _bases(held, ups), strict=True)):
             if len(base) > 1:
-                from tuner.model.quantize.product import gradient_into
+                from tuner.model.quantize.linear import gradient_into
 
                 gradient_into(of_source, upstream, (base[0], base[1]), adds=number > 0)
             elif number:

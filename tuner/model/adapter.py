@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -117,13 +118,16 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
 
 
 def _inject(config: LoraConfig, model: PreTrainedModel, targets: Sequence[str], on_meta: bool) -> None:
-    if stacked_weights(model):
-        from tuner.model.peft_names import inject_as_named, taken_for_experts
-
-        if taken_for_experts(model, targets):
-            inject_as_named(config, model, ADAPTER, on_meta)
-            return
-    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+    if not (stacked_weights(model) and taken_for_experts(model, targets)):
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+        return
+    parts: Any = nn.Module()  # without the model's type peft adapts the very layers that its config names
+    for name, child in model.named_children():
+        parts.add_module(name, child)
+    inject_adapter_in_model(config, parts, ADAPTER, low_cpu_mem_usage=on_meta)
+    for name, child in parts.named_children():
+        setattr(model, name, child)
+    model.peft_config = parts.peft_config  # as it notes it on a whole model
 
 
 def _leave_input(layer: Any) -> None:
@@ -208,9 +212,7 @@ def calls(model: nn.Module) -> Iterator[set[str]]:
 
 
 def require_used(
-    model: PreTrainedModel,
-    logits: Callable[[], torch.Tensor],
-    evaluated: Iterable[str] = (),
+    model: PreTrainedModel, logits: Callable[[], torch.Tensor], evaluated: Iterable[str] = (),
     runs: Callable[[str], bool] | None = None,
 ) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
@@ -461,3 +463,32 @@ def _shortest(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     last = {name.rpartition(".")[2] for name in targets}
     same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if set(same) == set(targets) else list(targets)
+
+
+# Linear layers whose names peft takes for those of routed experts, and how they are adapted all the same.
+#
+# transformers 4 had a layer for each weight of each expert; transformers 5 has one tensor for the weights of all. So
+# that adapters of then can be loaded, peft reads ``gate_proj`` in such a mixture as that tensor, wherever a layer of
+# this name lies: it passes over dense layers and shared experts, and adapts the routed experts, when an adapter is made
+# and when it is loaded. Whether it does depends on a layer's last name and the model's type alone.
+
+def taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of the layers by ``names`` in whose place peft would adapt the routed experts of a model like this."""
+    taken: dict[str, bool] = {}
+    found = []
+    for name in names:
+        last = name.rpartition(".")[2]
+        if last not in taken:
+            taken[last] = _is_taken(model, last)
+        if taken[last]:
+            found.append(name)
+    return found
+
+
+def _is_taken(model: PreTrainedModel, last: str) -> bool:
+    config: Any = LoraConfig(target_modules=[last])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # it wants the experts' other weight named as well, which lies in the same tensor
+        return True
+    return last not in config.target_modules

@@ -95,14 +95,8 @@ class _Asked(NamedTuple):
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | Documents | GrowingDocuments | None = None,
-    *,
-    native: bool = False,
-    **options: Any,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | Documents | GrowingDocuments | None = None, *, native: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each document, with the signature of transformers' attention interface.
 
@@ -272,11 +266,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
 
 
 def _by_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    asked: _Asked,
-    bias: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked, bias: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same with a soft bound, a bias or sinks, for which torch has no kernel: all scores at one time."""

@@ -38,11 +38,9 @@ class Results(NamedTuple):
 
 
 def attention_operation(
-    name: str,
-    given: str,
+    name: str, given: str,
     forward: Callable[[QueryKeyValue, Scope, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
-    backward: Callable[[torch.Tensor, QueryKeyValue, Results, Scope], Gradients],
-    unit: float = 1.0,
+    backward: Callable[[torch.Tensor, QueryKeyValue, Results, Scope], Gradients], unit: float = 1.0,
 ) -> tuple[Any, Any]:
     """Attention inside documents as the operation ``tuner::name``, and that of its backward pass.
 

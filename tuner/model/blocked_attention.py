@@ -92,12 +92,7 @@ def band(queries: int, keys: int, window: int, device: torch.device | None = Non
 
 @torch.library.custom_op("tuner::attend_documents", mutates_args=())
 def attend_documents(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float,
     cap: float = 0.0,
 ) -> torch.Tensor:
     """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value, of one type.
@@ -112,14 +107,8 @@ def attend_documents(
 
 @torch.library.custom_op("tuner::attend_with_sinks", mutates_args=())
 def attend_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-    sink: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, window: int, scale: float,
+    cap: float, sink: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with a ``sink`` for each head, ``[heads]``: one more score of each query, whose value is zero.
 
@@ -142,15 +131,8 @@ def attend_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are 
 
 @torch.library.custom_op("tuner::attend_documents_backward", mutates_args=())
 def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-    normaliser: torch.Tensor | None = None,
+    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor,
+    window: int, scale: float, cap: float, normaliser: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, given that of the output; with sinks, by the ``normaliser`` with them."""
     work = _Work(query, key, bounds, window, scale, cap)
@@ -291,14 +273,8 @@ register_backward(
 
 
 def attend_in_blocks(  # noqa: PLR0913, PLR0917 - what the operations are given
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    window: int,
-    scale: float,
-    cap: float,
-    sink: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, window: int, scale: float,
+    cap: float, sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the operation gives that takes such sinks, or none."""
     output: torch.Tensor

@@ -7,7 +7,7 @@ plain model's: the same operations on the same numbers, with the same random num
 
 Compiling (torch.compile): layers one by one, so that one program serves all that are alike, for every packing.
 Embedding, output layer and loss stay as they are. Attention over documents is one opaque operation, and where documents
-lie is data to it.
+lie is data to it. Code that asks the device how much there is to do, or changes a weight, stays outside.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
 
 from tuner.model import transformers_private
 from tuner.model.build import decoder_blocks, decoder_of
 from tuner.model.documents import Padding
 from tuner.model.flops import n_experts
 from tuner.model.freeze import select
-from tuner.model.outside import keep_outside
 from tuner.model.root import CausalLM
 from tuner.model.transformers_private import Recorded, note_recorded, take_recorders
 from tuner.model.wrap import Wrapper, wrap, wrappers_of
@@ -37,6 +35,7 @@ from tuner.runtime.torch_private import allow_notes_in_checkpoints, schema
 if TYPE_CHECKING:
     from tuner.model.offload import HostInputs
     from tuner.model.replay import Contexts
+
 
 # What routers say inside compiled layers, handed out as results of the layers.
 #
@@ -98,6 +97,7 @@ def _noting(said: list[Any], found: Recorded) -> Callable[..., None]:
 
 BACKEND = "inductor"
 _LAST_NORMS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+"""The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""
 Level = Literal["selective", "full"]
 _KEPT = {
     "tuner::adapted_products", "tuner::attend_documents", "tuner::attend_with_sinks", "tuner::flash_attention",
@@ -130,7 +130,8 @@ def apply_recompute(
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
     contexts: Contexts | None = None
     if level == "selective":
-        policy = _policy_of_biased_experts if _has_biased_experts(root) else _policy
+        biased = any(getattr(each, "has_bias", False) and hasattr(each, "num_experts") for each in root.modules())
+        policy = _policy_of_biased_experts if biased else _policy
         contexts = partial(create_selective_checkpoint_contexts, policy)
     if not compiled and n_experts(root.model.config.get_text_config()):
         from tuner.model.replay import replayed  # what most models go without
@@ -213,10 +214,6 @@ def _policy_of_biased_experts(ctx: Any, operation: Any, *args: Any, **kwargs: An
     return _policy(ctx, operation, *args, **kwargs)
 
 
-def _has_biased_experts(root: CausalLM) -> bool:
-    return any(getattr(module, "has_bias", False) and hasattr(module, "num_experts") for module in root.modules())
-
-
 def _is_cheap(name: str, given: dict[str, Any]) -> bool:
     """Whether a product costs little for what it makes: its rows are sums of far fewer numbers than they have.
 
@@ -241,7 +238,8 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             module._cache_clear = lambda: None
     if root.layout.mixers is not None:
         root.layout.mixers.keep_from_compiler(root.model)
-    blocks = [*decoder_blocks(root.model, "train.compile"), *_last_norms(root.model)]
+    last_norms = [each for name, each in decoder_of(root.model).named_children() if name in _LAST_NORMS]
+    blocks = [*decoder_blocks(root.model, "train.compile"), *last_norms]
     for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
         first = next(iter(inspect.signature(block.forward).parameters))
         keep_outside(block)
@@ -253,11 +251,6 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         if has_router:
             _note_routers(block, kind)
     root.parts.complete(padding=padding)
-
-
-def _last_norms(model: PreTrainedModel) -> list[nn.Module]:
-    """The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""
-    return [each for name, each in decoder_of(model).named_children() if name in _LAST_NORMS]
 
 
 def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:
@@ -324,3 +317,42 @@ def _wrap(block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: 
         return instead(*args, **kwargs) if wanted(block) else forward(*args, **kwargs)
 
     wrap(block, kind, run)
+
+
+_ASKS = frozenset({"nonzero", "item"})
+_HANDS_ON = "tolist"
+_CHANGES = "clamp_"
+"""What Gemma 3n's layers do to a weight of theirs in each forward: for a program a change of what it is given."""
+
+
+def handing_on_counts(model: nn.Module) -> str | None:
+    """The class of a module whose forward makes Python's numbers of what the device computed; None: there is none."""
+    return next((type(one).__name__ for one in model.modules() if _HANDS_ON in _names(type(one).forward)), None)
+
+
+def is_in_parts(root: CausalLM) -> bool:
+    """Whether layers of a model are compiled in parts, with something that stays outside between them."""
+    recurrent = root.layout.mixers is not None and bool(root.layout.mixers.names)
+    modules = [module for block in decoder_blocks(root.model) for module in block.modules()]
+    return recurrent or any(next(_left_out(module), None) for module in modules)
+
+
+def keep_outside(block: nn.Module) -> None:
+    """Leave to the interpreter, in place, what asks the device how much there is to do, or changes a weight."""
+    for module in block.modules():
+        for name in list(_left_out(module)):
+            outside = torch.compiler.disable(getattr(module, name))
+            wrap(module, Wrapper.UNCOMPILED, outside) if name == "forward" else setattr(module, name, outside)
+
+
+def _left_out(module: nn.Module) -> Iterator[str]:
+    """The methods of a module that stay outside."""
+    if not _ASKS.isdisjoint(_names(type(module).forward)):
+        yield "forward"
+    yield from (name for name, method in vars(type(module)).items() if _CHANGES in _names(method))
+
+
+def _names(method: Any) -> tuple[str, ...]:
+    """What a method reads; of one that dispatches to grouped products, what the dispatch reads."""
+    code = getattr(method, "__code__", None)
+    return () if code is None else code.co_names

@@ -29,8 +29,7 @@ from tuner.model import transformers_private as private
 from tuner.model.attention import tell_attention
 from tuner.model.stored import index_names, stored_in
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
-from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
-from tuner.model.weight_files import vet_weights, weight_files
+from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config, vet_weights, weight_files
 
 if TYPE_CHECKING:
     from tuner.model.quantize.codes import Kind
@@ -44,7 +43,7 @@ _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 
 
 class BaseQuantizer(Protocol):
-    """What quantises linear layers of a base (:class:`~tuner.model.quantize.reading.ReadingQuantizer`)."""
+    """What quantises linear layers of a base (:class:`~tuner.model.quantize.layers.ReadingQuantizer`)."""
 
     @property
     def kind(self) -> "Kind":

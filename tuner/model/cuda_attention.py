@@ -17,13 +17,8 @@ Way = Literal["flash4", "flash", "triton", "blocks"]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def way_on(  # noqa: PLR0917 - what all of them depend on
-    index: int | None,
-    dtype: torch.dtype,
-    widths: tuple[int, int],
-    is_grouped: bool,
-    is_capped: bool,
-    has_sinks: bool = False,
-    has_window: bool = False,
+    index: int | None, dtype: torch.dtype, widths: tuple[int, int], is_grouped: bool, is_capped: bool,
+    has_sinks: bool = False, has_window: bool = False,
 ) -> Way:
     """Whose kernel attends on CUDA device ``index``, to compilers a constant; keys and values have these widths.
 
@@ -37,11 +32,7 @@ def way_on(  # noqa: PLR0917 - what all of them depend on
 
 
 def way_and_reason(  # noqa: PLR0917 - what all of them depend on
-    device_generation: int,
-    dtype: torch.dtype,
-    widest: int,
-    is_capped: bool,
-    is_here: bool = True,
+    device_generation: int, dtype: torch.dtype, widest: int, is_capped: bool, is_here: bool = True,
     has_sinks: bool = False,
 ) -> tuple[Way, str]:
     """The kernel for a generation of devices, in a word and in words that say why, without a package for attention.
@@ -70,14 +61,8 @@ _triton_problem = cache(triton_problem)
 
 
 def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    window: int,
-    scale: float,
-    cap: float,
-    sink: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, window: int, scale: float,
+    cap: float, sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention ``[T, heads, d_value]`` inside documents of query ``[heads, T, d]`` to key and value, by the best way.
 

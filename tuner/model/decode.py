@@ -68,12 +68,8 @@ class SideBySide(DynamicCache):
 
 @torch.no_grad()
 def greedy(
-    root: CausalLM,
-    prompts: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-    limits: Sequence[int],
-    device: torch.device,
-    between: Callable[[], None] = lambda: None,
+    root: CausalLM, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], limits: Sequence[int],
+    device: torch.device, between: Callable[[], None] = lambda: None,
     ends: Callable[[int, Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, up to an end token (left out) or as many tokens as its limit.

@@ -49,9 +49,7 @@ class HeadExchange(Protocol):
     """Attention where each process has a share of the positions, for all heads."""
 
     def attend(
-        self,
-        attention: Callable[..., tuple[torch.Tensor, None]],
-        tensors: tuple[torch.Tensor, ...],
+        self, attention: Callable[..., tuple[torch.Tensor, None]], tensors: tuple[torch.Tensor, ...],
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """What an attention function gives for query, key and value ``[1, heads, t, d]`` of the positions that are

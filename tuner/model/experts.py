@@ -18,7 +18,8 @@ def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
     Their weights are ``[E, ...]``, and they compute tokens ``[T, D]`` of which each has chosen ``[T, K]`` experts.
     """
     said = ((name, one) for name, one in model.named_modules() if all(hasattr(one, word) for word in _SAID))
-    return {name: module for name, module in said if _takes_choices(module)}
+    given = ((name, one, [*inspect.signature(type(one).forward).parameters][1:]) for name, one in said)
+    return {name: one for name, one, taken in given if len(taken) == 3 and taken[0] == "hidden_states"}
 
 
 def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -34,9 +35,3 @@ def adapted_weights(module: nn.Module) -> list[str]:
     """Names of the weights of such a module that have an adapter, in the order of its parameters."""
     own = dict(module.named_parameters(recurse=False))
     return [name for name in own if f"{name}{LORA_A}" in own]
-
-
-def _takes_choices(module: nn.Module) -> bool:
-    """Whether a module's forward takes hidden states, choices and their weights, by whichever names."""
-    given = list(inspect.signature(type(module).forward).parameters)[1:]
-    return len(given) == 3 and given[0] == "hidden_states"

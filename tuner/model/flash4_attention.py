@@ -133,9 +133,7 @@ def _options(asked: Scope) -> dict[str, Any]:
     most = max(int(asked.longest), _LEAST)
     return {
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), asked.bounds),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), most),
-        "softmax_scale": asked.scale,
-        "causal": True,
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), most), "softmax_scale": asked.scale, "causal": True,
         "window_size_left": asked.window - 1 if asked.window else None,
         "window_size_right": 0 if asked.window else None,
     }

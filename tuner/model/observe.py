@@ -75,10 +75,7 @@ class Observation:
 
 @torch.no_grad()
 def observe(
-    root: CausalLM,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    document_lengths: tuple[int, ...],
+    root: CausalLM, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...],
     rows_at: float,
 ) -> Observation:
     """Observe one forward of a packed microbatch ``[T]``; under FSDP2 it is collective, as every forward is.
@@ -109,7 +106,10 @@ def _taps(root: CausalLM, blocks: Sequence[nn.Module], found: Observation, rows_
                 stack.callback(vars(module).pop, _OBSERVER)
         if _tells_routers(root):
             decoder, note = decoder_of(root.model), partial(_note_routers, root, blocks, found)
-            stack.callback(decoder.register_forward_pre_hook(_ask_routers, with_kwargs=True).remove)
+            ask = decoder.register_forward_pre_hook(
+                lambda _, inputs, named: (inputs, named | {"output_router_logits": True}), with_kwargs=True
+            )
+            stack.callback(ask.remove)
             stack.callback(decoder.register_forward_hook(note).remove)
         else:
             for index, block in enumerate(blocks):
@@ -128,12 +128,9 @@ def hidden_units(block: nn.Module) -> list[nn.Module]:
     gates = [module for name, module in block.named_modules() if name.rpartition(".")[2] == _GATE]
     if gates:
         return gates
-    fused = {part for owner in block.modules() if _is_fused(owner) for part in owner.modules()}
+    owners = [one for one in block.modules() if any(p.ndim > 2 for p in one.parameters(recurse=False))]
+    fused = {part for owner in owners for part in owner.modules()}
     return [part for part in block.modules() if type(part).__module__ in _ACTIVATIONS and part not in fused]
-
-
-def _is_fused(owner: nn.Module) -> bool:
-    return any(parameter.ndim > 2 for parameter in owner.parameters(recurse=False))
 
 
 def _tells_routers(root: CausalLM) -> bool:
@@ -204,18 +201,12 @@ def largest_logit(attended: Attended, rows_at: float, rows: int = ROWS) -> torch
     return torch.stack(found).amax()
 
 
-def _ask_routers(
-    decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Have a forward of the decoder give back what its routers say."""
-    return inputs, named | {"output_router_logits": True}
-
-
 def _note_routers(
     root: CausalLM, blocks: Sequence[nn.Module], found: Observation, decoder: nn.Module, inputs: object, output: Any
 ) -> None:
     """Count the choices, and add up entropies and logits, of tokens that count."""
-    layers = [index for index, block in enumerate(blocks) if _has_experts(block)]
+    names = [{name.rpartition(".")[2] for name, _ in block.named_modules()} for block in blocks]
+    layers = [index for index, own in enumerate(names) if "experts" in own]
     logits: Sequence[torch.Tensor] = output.router_logits
     own: Any = root.model
     found.per_token, counted = int(own.num_experts_per_tok), root.layout.token_mask
@@ -232,7 +223,3 @@ def _note_routers(
             values = values.masked_fill(~counted[:, None], -torch.inf)
         new = RouterShares(hits.sum(0), said.sum(1), values.amax())
         found.routers[index] = new.plus(found.routers.get(index))
-
-
-def _has_experts(block: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "experts" for name, _ in block.named_modules())

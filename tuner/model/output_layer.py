@@ -527,12 +527,8 @@ def product_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 def gradient_types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
     """The types of their gradients: their own, or what a parameter that is gathered in another one says."""
-    return [None if tensor is None else _gradient_type(tensor) for tensor in tensors]
-
-
-def _gradient_type(tensor: torch.Tensor) -> torch.dtype:
-    said: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
-    return said or tensor.dtype
+    said = [getattr(one, "grad_dtype", None) if one is not None and one.is_leaf else None for one in tensors]
+    return [None if one is None else own or one.dtype for one, own in zip(tensors, said, strict=True)]
 
 
 def positions_of_chunk(columns: int, weight: torch.Tensor, memory: int | None) -> int:

@@ -83,11 +83,7 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, rea
 
 @torch.no_grad()
 def require_isolation(
-    root: CausalLM,
-    vocab_size: int,
-    packed: bool = True,
-    longest: int = _SECOND,
-    every_layer: bool = False,
+    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, every_layer: bool = False,
     read: Read = are_there,
 ) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
@@ -240,10 +236,7 @@ def _in_float32(model: PreTrainedModel, roots: Sequence[nn.Module], few: FewLaye
 
 
 def _compare(
-    root: CausalLM,
-    expected: torch.Tensor,
-    documents: Sequence[torch.Tensor],
-    changed: Sequence[torch.Tensor],
+    root: CausalLM, expected: torch.Tensor, documents: Sequence[torch.Tensor], changed: Sequence[torch.Tensor],
     rounding: Callable[[], float] | None,
 ) -> IsolationReport:
     """Of the last of the documents, packed into one row: how far it moves with the others, and is from ``expected``.
@@ -396,7 +389,8 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     wanted = _noted(plain, masks.reach, lambda: plain(input_ids=ids[None], use_cache=False))
     asked = _noted(
         root.model,
-        lambda mask, options: min(options.get("sliding_window") or longest, _of_chunk(longest, options)),
+        # Of chunks, the tokens of the last one of the longest document.
+        lambda _, asked: min(asked.get("sliding_window") or longest, (longest - 1) % (asked["chunk"] or longest) + 1),
         lambda: root.logits(ids, ids, (1,), ids),
     )
     for layer, (seen, ours) in enumerate(zip(wanted, asked, strict=False)):
@@ -431,11 +425,6 @@ class _Masks:
     def reach(self, given: object, options: dict[str, Any]) -> int | None:
         """What a mask shows, where it is one of these."""
         return next((seen for mask, seen in self._made if mask is given), None)
-
-
-def _of_chunk(longest: int, options: dict[str, Any]) -> int:
-    """Tokens of the last chunk of the longest document; without chunks, all."""
-    return (longest - 1) % options["chunk"] + 1 if options["chunk"] else longest
 
 
 def _noted(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tuner.errors import TunerError
 from tuner.model.build import ModelSpec
-from tuner.model.weight_files import weight_files
+from tuner.model.vetting import weight_files
 from tuner.runtime.memory import host_memory
 
 _BLOCK = 8 << 20

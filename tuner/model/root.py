@@ -19,13 +19,12 @@ from tuner.model import output_layer
 from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.documents import Carried, Documents, GrowingDocuments, Padding
 from tuner.model.output_layer import Kernel, Objective, OutputLayer, Result
-from tuner.model.row_layout import RowLayout
+from tuner.model.row_layout import Positions, RowCut, RowLayout
 from tuner.model.vetting import asks_router_logits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tuner.model.cut import Positions, RowCut
     from tuner.model.router_loss import RouterLoss  # what most models go without
     from tuner.model.touched_rows import TouchedRows
 

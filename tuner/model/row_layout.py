@@ -1,11 +1,15 @@
-"""How a model takes the documents of a row: end to end, or apart; and what its layers are told of where they lie."""
+"""How a model takes the documents of a row: end to end, or apart; what its layers are told of where they lie; and what
+a model asks of whoever cuts its rows over processes (:mod:`tuner.parallel.sequence`).
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,12 +17,14 @@ from transformers import PreTrainedModel
 from tuner.model import attention
 from tuner.model.build import decoder_of, position_limit
 from tuner.model.documents import Documents, GrowingDocuments
+from tuner.model.output_layer import OutputLayer
 from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
 from tuner.model.vetting import layers_with_indexers
 
 if TYPE_CHECKING:
     from tuner.model.longrope import RotationByDocument
     from tuner.model.mixers import Mixers
+
 
 Route = Literal["flat", "batch", "calls"]
 """How the documents of a microbatch go through the decoder: packed end to end (padding-free, attention by lengths), as
@@ -183,3 +189,37 @@ def _masks_by_table(decoder: nn.Module, positions: int | None) -> bool:
     layers = (module for module in decoder.modules() if module is not decoder)
     held = (buffer for layer in layers for buffer in layer.buffers(recurse=False) if buffer.ndim > 1)
     return any(tuple(buffer.shape[-2:]) == (positions, positions) for buffer in held)
+
+
+Positions = torch.Tensor | npt.NDArray[np.int64]
+"""int64 ``[N]``: on the device, or on the host, where nobody waits for the device to learn who has them."""
+
+
+class RowCut(Protocol):
+    """A row of T tokens in equal shares of t positions."""
+
+    def fill(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """Ids and positions of a row that can be cut, and the lengths of its documents."""
+        ...
+
+    def exchanging(self, documents: Documents, position_ids: torch.Tensor) -> Documents:
+        """The documents of a whole row ``[T]``, for layers that see a share of it."""
+        ...
+
+    def own(self, of_row: torch.Tensor) -> torch.Tensor:
+        """This process's share ``[t, ...]`` of what is there for each position ``[T, ...]``."""
+        ...
+
+    def taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Of hidden states ``[t, D]`` on each process those at N positions, in order, in even shares ``[n, D]``."""
+        ...
+
+    def whole(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """All of what was taken, ``[N, D]``, from this process's share ``[n, D]``."""
+        ...
+
+    def head(self, layer: OutputLayer, count: int) -> OutputLayer:
+        """An output layer for shares of N positions."""
+        ...

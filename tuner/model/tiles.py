@@ -50,7 +50,8 @@ def mlps_of(block: nn.Module) -> dict[str, nn.Module]:
         if _NAMES.match(name) and any(parameter.ndim > 1 for parameter in child.parameters())
     }
     for name, module in found.items():
-        wanted = [one for one in inspect.signature(module.forward).parameters.values() if _is_required(one)]
+        taken = inspect.signature(module.forward).parameters.values()
+        wanted = [one for one in taken if one.kind < one.VAR_POSITIONAL and one.default is one.empty]
         if len(wanted) != 1:
             raise _refused(block, name, f"takes {', '.join(one.name for one in wanted)}")
     return found
@@ -143,11 +144,6 @@ def _why_not(module: nn.Module, width: int) -> str | None:
     off = float((torch.cat(parts, 1) - whole).float().norm() / whole.float().norm().clamp_min(1e-30))
     allowed = _EXACT if dtype.itemsize > 2 else _ROUNDED
     return None if off <= allowed else f"makes of a position what depends on others (off by {off:.1e})"
-
-
-def _is_required(argument: inspect.Parameter) -> bool:
-    is_named = argument.kind in {argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD}
-    return is_named and argument.default is argument.empty
 
 
 def _refused(block: nn.Module, name: str, why: str) -> RecipeError:

@@ -128,7 +128,8 @@ def row_tables(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.
     Raises RecipeError for a pattern that means nothing that is trained, or anything else than such an embedding.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tables, names = _tables(model), select(patterns, trained, KEY)
+    names, embedding = select(patterns, trained, KEY), model.get_input_embeddings()
+    tables = {table.weight: table for table in embedding.modules() if isinstance(table, nn.Embedding)}
     for name in names:
         table = tables.get(trained[name])
         if table is None:
@@ -136,7 +137,8 @@ def row_tables(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.
                 f"{KEY}: {name} is no embedding of input tokens: every step touches all of its rows",
                 hint="name the input embedding alone, such as embed_tokens",
             )
-        if any(id(module) != id(table) for module in _having(model, trained[name])):
+        others = (own for one in model.modules() if one is not table for own in one.parameters(recurse=False))
+        if any(own is trained[name] for own in others):
             raise RecipeError(
                 f"{KEY}: {name} is the weight of the output layer too (tie_word_embeddings), whose gradient touches "
                 "every row in every step",
@@ -150,12 +152,3 @@ def row_tables(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.
     return {name: tables[trained[name]] for name in names}
 
 
-def _tables(model: PreTrainedModel) -> dict[torch.Tensor, nn.Embedding]:
-    """The embeddings of input tokens by their weights."""
-    embedding: Any = model.get_input_embeddings()
-    return {table.weight: table for table in embedding.modules() if isinstance(table, nn.Embedding)}
-
-
-def _having(model: nn.Module, parameter: nn.Parameter) -> list[nn.Module]:
-    """The modules that have a parameter themselves."""
-    return [module for module in model.modules() if any(own is parameter for own in module.parameters(recurse=False))]

@@ -194,7 +194,8 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     """
     kinds = _classes(config)
     takes = all(private_attribute(each, "_can_set_attn_implementation", _NEEDS["building"])() for each in kinds)
-    return takes and not any(_masks_by_content(each) for each in kinds)
+    parts = (part for each in kinds for part in vars(sys.modules[each.__module__]).values())
+    return takes and not any(hasattr(part, "prepare_dynamic_mask") for part in parts)  # a mask in the causal one
 
 
 def has_sinks(config: PretrainedConfig) -> bool:
@@ -209,11 +210,6 @@ def _classes(config: PretrainedConfig) -> list[type[nn.Module]]:
     if text is not config:
         kind = MODEL_MAPPING.get(type(text), kind)
     return [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
-
-
-def _masks_by_content(kind: type[nn.Module]) -> bool:
-    """Whether layers of a class's module make a mask of their own in the causal one."""
-    return any(hasattr(part, "prepare_dynamic_mask") for part in vars(sys.modules[kind.__module__]).values())
 
 
 def registered(interface: Any) -> dict[str, Any]:

@@ -69,14 +69,11 @@ class Widened:
                     hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
             yield
 
-    def _is_narrowed(self, module: nn.Module, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._narrowed and type(module) is nn.Linear
-
     def _of(self, module: nn.Module, parameter: nn.Parameter, inputs: Any) -> torch.Tensor:
         data = parameter.data
         if isinstance(module, nn.Embedding) and self._is_of_tokens(module) and inputs and data.dtype != torch.float32:
             return _rows_alone(data, inputs[0])
-        if self._is_narrowed(module, parameter):
+        if id(parameter) in self._narrowed and type(module) is nn.Linear:
             data = data[:ROWS]
         key = (id(parameter), len(data), changes_in_place(parameter))  # what is changed in place is another one
         if key in self._kept:

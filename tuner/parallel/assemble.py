@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import PreTrainedModel
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
@@ -21,6 +21,7 @@ from tuner.parallel.mesh import DeviceMeshes
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
+
 
 Kernels = Literal["torch", "native", "liger"]
 Recompute = Literal["none", "selective", "full"]
@@ -209,7 +210,7 @@ def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:
 
 
 def _is_in_parts(root: CausalLM) -> bool:
-    from tuner.model.outside import is_in_parts  # where layers are compiled
+    from tuner.model.blocks import is_in_parts  # where layers are compiled
 
     return is_in_parts(root)
 

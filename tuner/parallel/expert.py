@@ -77,7 +77,8 @@ def check_spread(model: PreTrainedModel, size: int) -> None:
                 f"{_KEY}: {size} does not divide the {count} experts of {name}",
                 hint=f"write one of {', '.join(divisors)}",
             )
-        other = [own for own, tensor in _tensors(module) if own.partition(".")[2] or tensor.shape[:1] != (count,)]
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        other = [own for own, tensor in tensors if own.partition(".")[2] or tensor.shape[:1] != (count,)]
         if other:
             raise RecipeError(
                 f"{_KEY}: {name} of {kind} has {other[0]}, which is no part of one expert", hint=f"write {_KEY}: 1"
@@ -92,10 +93,6 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 def _count(module: nn.Module) -> int:
     return int(cast(int, module.num_experts))
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def all_spread(root: nn.Module) -> list[SpreadExperts]:
@@ -219,11 +216,7 @@ def _to_tokens(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> t
     return placed.view(-1, per_token, rows.shape[1])
 
 
-def _choices_to_experts(upstream: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
-    return exchange.there(upstream.flatten(0, 1)[exchange.order])
-
-
 _dispatched = two_way(_to_experts, _sums_of_tokens)
 """Tokens ``[T, D]`` as rows ``[N, D]`` where their experts are. A token's gradient is the sum over its rows."""
-_combined = two_way(_to_tokens, _choices_to_experts)
+_combined = two_way(_to_tokens, lambda chosen, exchange, _: exchange.there(chosen.flatten(0, 1)[exchange.order]))
 """Rows ``[N, D]`` back where their tokens are: ``[T, K, D]``."""

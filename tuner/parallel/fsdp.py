@@ -4,8 +4,10 @@ And norms of tensors that lie so.
 """
 
 import functools
+import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tuner.errors import RecipeError
@@ -35,19 +32,15 @@ from tuner.runtime.torch_private import each_norm
 if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
 
+
 _NORM_CHUNK = 4096
 FLAT = 1 << 18
 """Elements up to which a gradient is sent as a part of one tensor, in place of by itself."""
 
 
 def shard(
-    root: CausalLM,
-    meshes: DeviceMeshes,
-    reshard_after_forward: bool,
-    rounded_to: torch.dtype | None = None,
-    tokens: int | None = None,
-    on_host: bool = False,
-    reduced_in: torch.dtype | None = None,
+    root: CausalLM, meshes: DeviceMeshes, reshard_after_forward: bool, rounded_to: torch.dtype | None = None,
+    tokens: int | None = None, on_host: bool = False, reduced_in: torch.dtype | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
@@ -55,7 +48,7 @@ def shard(
     are a unit of their own, over the processes that have the same ones. With ``reshard_after_forward`` a block's
     weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
     already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
-    gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
+    gathered (:func:`rounded_weights`). Where it is known how many ``tokens`` a micro-batch has at most, the
     embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
     which nothing is trained, nothing stays whole after a forward. With ``on_host`` shards lie in the host's memory, and
     so do their gradients; a unit's are copied to the device before they are gathered. ``reduced_in`` is the type in
@@ -63,10 +56,14 @@ def shard(
     """
     mesh = meshes.weights
     assert mesh is not None, "there is an axis to shard over"
-    blocks, options = decoder_blocks(root.model), _options(mesh, on_host, reduced_in)
+    blocks = decoder_blocks(root.model)
+    options: dict[str, Any] = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=reduced_in)}
+    if on_host:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
     trained = any(parameter.requires_grad for parameter in root.parameters())
     if meshes.expert is not None and meshes.expert_weights is not None:
-        for module in [module for module in root.modules() if _lies_on(module, meshes.expert)]:
+        lie = {p for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh == meshes.expert}
+        for module in [one for one in root.modules() if not lie.isdisjoint(one.parameters(recurse=False))]:
             _shard_experts(module, meshes.expert_weights, reshard_after_forward, **options)
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to, **options)
@@ -90,15 +87,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     root.parts.complete(most_forwards=_most)
     for method in FORWARD_METHODS:
-        register_fsdp_forward_method(root, method)
-
-
-def _options(mesh: DeviceMesh, on_host: bool, reduced_in: torch.dtype | None) -> dict[str, Any]:
-    """What all units are sharded with."""
-    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduced_in)}
-    if on_host:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
-    return options
+        fsdp.register_fsdp_forward_method(root, method)
 
 
 def _most(forwards: int) -> int:
@@ -106,12 +95,6 @@ def _most(forwards: int) -> int:
     most = torch.tensor([forwards])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=gloo_group())
     return int(most)
-
-
-def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether parameters of a module's own are spread over an axis already."""
-    own = list(module.parameters(recurse=False))
-    return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh for parameter in own)
 
 
 def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:
@@ -140,12 +123,12 @@ def _unit(
     module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None, **options: Any
 ) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
-    if rounded_to is not None:
-        from tuner.parallel.gathers import policy, rounded_weights
-
-        if rounded := rounded_weights(module):
-            options["mp_policy"] = policy(rounded_to, options["mp_policy"].reduce_dtype)
-            options["ignored_params"] = set(module.parameters()) - rounded
+    if rounded_to is not None and (rounded := rounded_weights(module)):
+        options["mp_policy"] = fsdp.MixedPrecisionPolicy(
+            param_dtype=rounded_to, reduce_dtype=options["mp_policy"].reduce_dtype or torch.float32,
+            cast_forward_inputs=False,  # autocast takes care of everything else
+        )
+        options["ignored_params"] = set(module.parameters()) - rounded
     _fully_shard(module, mesh, reshard, **options)
 
 
@@ -188,7 +171,7 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
         return root.at_head(*args)
 
     head.at_head = at_head
-    register_fsdp_forward_method(head, "at_head")
+    fsdp.register_fsdp_forward_method(head, "at_head")
 
     def gathered(*args: Any) -> Any:
         head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
@@ -369,9 +352,7 @@ def _lies_as_declared(parameter: DTensor, dim: int) -> bool:
         at = dict(zip(axes, place, strict=True))
         said, done = (
             part_at(
-                (parameter.shape[dim],),
-                tuple(mesh.size(axis) for axis in order),
-                tuple(order.values()),
+                (parameter.shape[dim],), tuple(mesh.size(axis) for axis in order), tuple(order.values()),
                 tuple(at[axis] for axis in order),
             )
             for order in (own, as_cut)
@@ -379,3 +360,103 @@ def _lies_as_declared(parameter: DTensor, dim: int) -> bool:
         if said != done:
             return False
     return True
+
+
+# What a unit of FSDP2 gathers in bfloat16, or float16: the weights that autocast would round to it anyway.
+#
+# Autocast multiplies by a float32 weight rounded to bfloat16; whether it is rounded before it is sent or after changes
+# no bit of a loss, and halves what is sent and what is gathered. Its gradient is bfloat16 in both cases, as it leaves
+# the product, and is added up over processes and micro-batches in float32. bf16 so has one meaning at every world size;
+# fp16 has too, and fp8, which rounds further what bf16 has rounded.
+#
+# The rule: a decoder layer gathers the float32 weights of its linear layers in bfloat16. What autocast leaves in
+# float32 (norms, biases that are read elsewhere, the states of recurrent layers) is never rounded: it is small, so
+# every process keeps it whole. A layer in which it is not small, such as one whose experts are multiplied without
+# autocast, gathers all of its weights in float32. So does every layer with an adapter, whose large weights are bfloat16
+# on every process already, and whose own ones are dropped out in the type of its weights.
+
+SMALL = 1 << 18
+"""Elements of a parameter that every process may keep whole: a mebibyte in float32."""
+
+_MULTIPLIED = ("Linear", "Conv1D")
+"""Types of module that do nothing with their weight but multiply by it. Subclasses may do more."""
+
+
+def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
+    """The weights of a unit that autocast rounds in every use; none where something else of it is large."""
+    found = set(_multiplied(unit.modules()))
+    rest = [parameter for parameter in unit.parameters() if parameter not in found]
+    return set() if any(local(parameter.detach()).numel() > SMALL for parameter in rest) else found
+
+
+def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    whole = list(modules)
+    read = {id(layer) for owner in whole if _reads_weights(owner) for layer in owner.children()}
+    for module in whole:
+        weight = getattr(module, "weight", None)
+        if id(module) in read or type(module).__name__ not in _MULTIPLIED:
+            continue
+        if isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
+            yield weight
+
+
+def _reads_weights(owner: nn.Module) -> bool:
+    """Whether a module's forward reads the weight of a layer in it, to do more than multiply.
+
+    LongCat's router multiplies by it in float32, without autocast.
+    """
+    forward = inspect.unwrap(type(owner).forward)
+    return "weight" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+@contextmanager
+def as_trained(root: nn.Module) -> Iterator[None]:
+    """Within, units compute with their weights as they are trained, in float32; for forward passes without autocast.
+
+    Each gathers its own for the length of its forward. Collective wherever the model runs.
+    """
+    with ExitStack() as stack:
+        for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+            unit.reshard()
+            stack.callback(unit.register_forward_pre_hook(_Widened(unit)).remove)
+            stack.callback(unit.register_forward_hook(lambda unit, *_: unit.reshard()).remove)
+        yield
+
+
+class _Widened:
+    """Puts the weights of a unit as they are trained in the place of those that it has gathered in another type."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._own = [
+            (module, name, parameter)
+            for module in unit.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        ]
+
+    def __call__(self, unit: nn.Module, inputs: object) -> None:
+        for module, name, sharded in self._own:
+            gathered = getattr(module, name)
+            if gathered.dtype != sharded.dtype:  # whose shard may lie in the host's memory
+                whole = _unsharded(sharded).to(gathered.device)
+                setattr(module, name, nn.Parameter(whole, requires_grad=False))
+
+
+def _unsharded(sharded: DTensor) -> torch.Tensor:
+    """What FSDP2 gathers of a parameter, in its own type: all of it, or of what a tensor group splits this part."""
+    mesh, cuts, part = sharded.device_mesh, cuts_of(sharded), sharded.to_local().detach()
+    inner, names = inner_axes(mesh), mesh.mesh_dim_names or ()
+    place = mesh.get_coordinate()
+    assert place is not None, "every process of a run is in the meshes of its own tensors"
+    shape, sizes = tuple(sharded.shape), tuple(mesh.size(axis) for axis in inner)
+    own = part_at(shape, sizes, tuple(cuts[axis] for axis in inner), tuple(place[axis] for axis in inner))
+    for axis, cut in enumerate(cuts):
+        if cut is not None and axis not in inner:
+            from tuner.parallel.layouts import along  # where processes split layers
+
+            part = along(part, cut.dim, own.shape[cut.dim], mesh.get_group(axis))
+    if not inner:
+        return part
+    split = mesh[tuple(names[axis] for axis in inner)]
+    placements = [sharded.placements[axis] for axis in inner]
+    return DTensor.from_local(part, split, placements, run_check=False, shape=sharded.shape, stride=sharded.stride())

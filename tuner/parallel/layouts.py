@@ -148,9 +148,7 @@ def map_whole_matrices(
 
 
 def _round(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    parts: list[torch.Tensor],
-    layouts: list[ShardLayout],
+    function: Callable[[torch.Tensor], torch.Tensor], parts: list[torch.Tensor], layouts: list[ShardLayout],
     group: dist.ProcessGroup,
 ) -> list[torch.Tensor]:
     """One matrix for each process of the group, the last ones none where there are fewer."""

@@ -28,11 +28,10 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.attention import ByDistance, is_ours
-from tuner.model.cut import Positions
 from tuner.model.documents import Documents, Padding
 from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
-from tuner.model.row_layout import rotates_by_length, route_of, takes_positions
+from tuner.model.row_layout import Positions, rotates_by_length, route_of, takes_positions
 from tuner.model.transformers_private import keeps_state
 from tuner.parallel.exchange import Group, send, sum_over, two_way
 from tuner.parallel.lookup import gather_parts, reduce_scatter_parts
@@ -178,9 +177,7 @@ class AllToAllHeads:
     """Numbers of all its tokens ``[1, T]``, for layers that count."""
 
     def attend(
-        self,
-        attention: Callable[..., tuple[torch.Tensor, None]],
-        tensors: tuple[torch.Tensor, ...],
+        self, attention: Callable[..., tuple[torch.Tensor, None]], tensors: tuple[torch.Tensor, ...],
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """What ``attention`` gives for query, key and value ``[1, heads, t, d]``: ``[1, t, heads, d]``. Collective.
@@ -210,7 +207,9 @@ class AllToAllHeads:
         given |= dict(zip(by_query, others, strict=True))
         if bias is not None:
             given["position_bias"] = ByDistance(given["position_bias"])
-        return self._to_positions(attention(query, key, value, **given)[0])
+        output = attention(query, key, value, **given)[0]  # [1, T, heads / processes, d] to [1, t, heads, d]
+        received = self.cut.exchanged(output[0].unflatten(0, (self.cut.size, -1)))
+        return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _to_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """From ``[1, heads, t, d]`` to ``[1, heads / processes, T, d]``: those of one type and width go together."""
@@ -227,11 +226,6 @@ class AllToAllHeads:
         whole = received.transpose(0, 1).flatten(1, 2)[None]
         split: Sequence[torch.Tensor] = whole.split([part.shape[1] for part in parts], 1)
         return split
-
-    def _to_positions(self, output: torch.Tensor) -> torch.Tensor:
-        """From ``[1, T, heads / processes, d]`` to ``[1, t, heads, d]``."""
-        received = self.cut.exchanged(output[0].unflatten(0, (self.cut.size, -1)))
-        return received.transpose(0, 1).flatten(1, 2)[None]
 
 
 @dataclass(frozen=True)
@@ -280,10 +274,6 @@ class CutOutputLayer(OutputLayer):
         return self.layer
 
 
-def _send_back(rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: Group) -> torch.Tensor:
-    return send(rows, received, sent, group)
-
-
 def _join(own: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
     """The processes' shares ``[n, ...]`` of ``[N, ...]``."""
     filled = _filled(own, cut.most(count))
@@ -308,7 +298,7 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows.contiguous()
 
 
-_moved = two_way(send, _send_back)
+_moved = two_way(send, lambda rows, sent, received, group: send(rows, received, sent, group))
 _joined = two_way(_join, _share_of_sums)
 _summed = two_way(sum_over, sum_over)
 """A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""

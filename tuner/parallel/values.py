@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tuner.errors import DataError
-from tuner.model.mapped import InFile, in_files, mapped, sampled
 from tuner.model.root import CausalLM
-from tuner.model.unread import UnreadWeights, WeightPiece
+from tuner.model.unread import InFile, UnreadWeights, WeightPiece, in_files, mapped, sampled
 from tuner.parallel.fsdp import is_whole_along
 from tuner.runtime.parts import Box, TensorPart, part_of
 from tuner.runtime.process import Collective, gloo_group
@@ -153,15 +152,12 @@ def bring(
 
 
 def materialise(
-    root: CausalLM,
-    source: CausalLM | None,
-    device: torch.device,
-    unread: UnreadWeights | None = None,
+    root: CausalLM, source: CausalLM | None, device: torch.device, unread: UnreadWeights | None = None,
     on_host: bool = False,
 ) -> None:
     """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``.
 
-    What lies in files there (:mod:`tuner.model.mapped`), or was left in them (``unread``), each process reads itself,
+    What lies in files there (:mod:`tuner.model.unread`), or was left in them (``unread``), each process reads itself,
     its own part alone, where all of them have these files. The rest is sent in blocks of rows: what was drawn,
     quantised, fused or cast on rank 0.
     Buffers are given too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.

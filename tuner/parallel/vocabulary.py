@@ -26,9 +26,9 @@ from tuner.model.build import has_score, head_layer
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
+from tuner.parallel.exchange import entered
 from tuner.parallel.fsdp import sharded_like
 from tuner.parallel.lookup import gather_parts, in_parts
-from tuner.parallel.tensor.collectives import entered
 from tuner.runtime.device import gpu_memory, is_traced
 from tuner.runtime.parts import local
 

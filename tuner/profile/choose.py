@@ -15,25 +15,12 @@ from typing import Any
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
-from tuner.profile.options import lines_to_write, refusal
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
-from tuner.profile.search import LEVELS, Choice, Trials, row_counts
+from tuner.profile.search import LEVELS, Choice, Trials, lines_to_write, refusal, row_counts
 from tuner.runtime.files import gib
-from tuner.setup.settled import (
-    LEVEL,
-    MICRO,
-    OFFLOAD,
-    SHARD,
-    TILED,
-    Settled,
-    changed,
-    left_open,
-    rows_at_once,
-    value_of,
-    ways_to_shard,
-    whole_batches,
-)
+from tuner.setup import settled as settling
+from tuner.setup.settled import LEVEL, MICRO, OFFLOAD, SHARD, TILED, Settled
 
 LESS = 0.9
 """Of the predicted peak of a setting that did not fit: what another one may need at most, whatever was predicted."""
@@ -45,26 +32,26 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     ``prepared`` is the directory of its data, where that is known. Where nothing fits, what needs least is taken, and
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
-    open_keys, trials = left_open(recipe, target.rank_info.world_size), Trials(recipe, target, prepared)
+    open_keys, trials = settling.left_open(recipe, target.rank_info.world_size), Trials(recipe, target, prepared)
     refused = list[Exception]()
     best = next((found for others in _ways(trials) if (found := _fastest(trials, others, refused))), None)
     if not trials.predicted:
         raise refused[0]
     found = best or min(trials.predicted, key=lambda choice: choice.prediction.peak_bytes)
-    settled = changed(recipe, found.overrides)
+    settled = settling.changed(recipe, found.overrides)
     reasons = _reasons(trials, found)
     if MICRO in reasons and found.fits:
         reasons[MICRO] = f"{trials.speed.rows(settled)}: {reasons[MICRO]}"
-    return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
+    return Settled({key: settling.value_of(settled, key) for key in open_keys}, reasons), found.prediction
 
 
 def _ways(trials: Trials) -> Iterator[dict[str, Any]]:
     """Ways of sharding, then the leanest of them with what is left open of tiles and offload, the cheaper first."""
     recipe, rank_info = trials.recipe, trials.target.rank_info
-    open_keys = [key for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"]
+    open_keys = [key for key in (TILED, OFFLOAD) if settling.value_of(recipe, key) == "auto"]
     without = dict.fromkeys(open_keys, False)
     sharding: dict[str, Any] = {}
-    kinds = ways_to_shard(recipe, rank_info)
+    kinds = settling.ways_to_shard(recipe, rank_info)
     for kind in kinds:
         if kind != kinds[-1] and trials.too_large({SHARD: kind}):  # the weights and their state alone
             continue
@@ -86,7 +73,7 @@ def _fastest(trials: Trials, others: Mapping[str, Any], refused: list[Exception]
     sizes = _sizes(recipe, trials.target)
     for level in levels[-1:] if True in others.values() else levels:
         values = {LEVEL: level, **others}
-        if refusal(changed(recipe, values)) is not None:
+        if refusal(settling.changed(recipe, values)) is not None:
             continue
         worth = speed.worth(values, sizes, best)
         try:
@@ -108,18 +95,18 @@ def _sizes(recipe: Recipe, target: Target) -> list[int]:
 def _reasons(trials: Trials, found: Choice) -> dict[str, str]:
     """Why each key that was left open has its value, in words."""
     recipe, target, tried = trials.recipe, trials.target, trials.predicted
-    open_keys, prediction = left_open(recipe, target.rank_info.world_size), found.prediction
+    open_keys, prediction = settling.left_open(recipe, target.rank_info.world_size), found.prediction
     peak, limit = gib(prediction.peak_bytes), gib(prediction.limit_bytes)
     if not found.fits:
         least = f"least memory: nothing is predicted to fit in {limit}; this peaks at {peak}"
         lines = lines_to_write(recipe)
         return dict.fromkeys(open_keys, f"{least}; less is needed with {lines[0]}" if lines else least)
-    settled = changed(recipe, found.overrides)
+    settled = settling.changed(recipe, found.overrides)
     reasons = dict.fromkeys(open_keys, f"predicted peak {peak} of {limit}")
     if LEVEL in reasons:
         reasons[LEVEL] = _why_level(settled, tried, found)
     if SHARD in reasons:
-        reasons[SHARD] = _why_shard(settled, tried, found, ways_to_shard(recipe, target.rank_info))
+        reasons[SHARD] = _why_shard(settled, tried, found, settling.ways_to_shard(recipe, target.rank_info))
     for key in (key for key in (TILED, OFFLOAD) if key in reasons):
         reasons[key] = _why_more(key, settled, tried, found)
     return reasons
@@ -127,7 +114,7 @@ def _reasons(trials: Trials, found: Choice) -> dict[str, str]:
 
 def _why_more(key: str, settled: Recipe, tried: list[Choice], found: Choice) -> str:
     """Why activations are, or are not, tiled or kept on the host."""
-    if not value_of(settled, key):
+    if not settling.value_of(settled, key):
         return "it fits without"
     less = min((choice.prediction for choice in tried if not choice.overrides.get(key)), key=lambda p: p.peak_bytes)
     return f"without it at least {gib(less.peak_bytes)} are predicted: too much for {gib(found.prediction.limit_bytes)}"
@@ -171,9 +158,9 @@ def predict_settled(loaded: LoadedRecipe, target: Target) -> tuple[Settled, Pred
     For a CPU nothing is settled by prediction. Raises as `predict` does.
     """
     processes = target.rank_info.world_size
-    settled = whole_batches(loaded, processes)
+    settled = settling.whole_batches(loaded, processes)
     recipe = settled.of(loaded.recipe)
-    if target.device.kind == "cuda" and left_open(recipe, processes):
+    if target.device.kind == "cuda" and settling.left_open(recipe, processes):
         with suppress(Exception):  # predicting the recipe as it is says why
             further, _ = choose(recipe, target)
             return settled.and_also(further), predict(further.of(recipe), target)
@@ -189,14 +176,14 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
     now = predict(recipe, target, prepared)
     limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
     trials = Trials(recipe, replace(target, limit_bytes=limit), prepared)
-    rows, level = rows_at_once(recipe.train), recipe.train.gradient_checkpointing
+    rows, level = settling.rows_at_once(recipe.train), recipe.train.gradient_checkpointing
     fewer = [size for size in range(1, rows) if rows % size == 0]
     options: list[dict[str, Any]] = [{LEVEL: each} for each in LEVELS[LEVELS.index(level) :]]
     options.append({LEVEL: LEVELS[-1], TILED: True})
     if target.device.kind == "cuda":  # a CPU has no memory but the host's
         options += [{LEVEL: LEVELS[-1], OFFLOAD: True}, {LEVEL: LEVELS[-1], TILED: True, OFFLOAD: True}]
     for values in options:
-        if refusal(changed(recipe, values)) is not None:
+        if refusal(settling.changed(recipe, values)) is not None:
             continue
         try:
             found = trials.largest(values, fewer if values == {LEVEL: level} else [*fewer, rows])

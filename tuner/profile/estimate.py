@@ -10,9 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.model.flops import FROZEN, TRAINED, Flops, Product, experts_of_token, products_of
-from tuner.profile.devices import Device
+from tuner.profile.devices import HALF_REACHED, Device, rates_of
 from tuner.profile.prediction import TimeEstimate
-from tuner.profile.rates import HALF_REACHED, rates_of, seconds_of_attention, seconds_of_products, seconds_of_weights
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
@@ -89,10 +88,10 @@ def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSet
     else:
         # What the model asks for takes as long as its parts; the rest is as much longer as it has more operations.
         basis = f"by rates that were measured on {rates.device} on {rates.date}"
-        taken = seconds_of_products(rates, sizes.products, tokens, trained * tokens / sum(lengths), shared)
-        taken += share * seconds_of_attention(rates, lengths, lambda one: flops.parts((one,), 0)["attention"])
+        taken = rates.seconds_of_products(sizes.products, tokens, trained * tokens / sum(lengths), shared)
+        taken += share * rates.seconds_of_attention(lengths, lambda one: flops.parts((one,), 0)["attention"])
         pace = sum(parts[name] for name in ("layers", "attention", "output")) / taken
-        weights_s = seconds_of_weights(rates, sizes.trained / weight_parts(sections.parallel, rank_info), micro)
+        weights_s = rates.seconds_of_weights(sizes.trained / weight_parts(sections.parallel, rank_info), micro)
     arithmetic_s, forward_s = _operations(sections, device, parts) / pace, forward / pace
     copied_s, (up_s, again_s, down_s) = 0.0, _shards_s(sections, sizes, place)
     if train.offload_activations is True:

@@ -1,22 +1,35 @@
-"""Settings of a recipe that fit into a memory, the fastest first, at the global batch that it has."""
+"""Settings of a recipe that fit into a memory, the fastest first, at the global batch that it has.
 
+What `tuner profile --fit` found is kept in the cache for when the same is asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tuner.config.load import recipe_dict
 from tuner.config.recipe import Recipe
-from tuner.errors import MemoryLimitError, RecipeError
-from tuner.profile.options import Tradeoff, memory_options, tradeoffs_of
+from tuner.data.encoding.tokenizer_files import local_directory
+from tuner.errors import MemoryLimitError, RecipeError, TunerError
+from tuner.profile import search
 from tuner.profile.predict import Target
-from tuner.profile.search import LEVELS, Choice, Dimension, Speed, Tree, Trials, described, row_counts
+from tuner.profile.workload import prepared_for
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import gib
+from tuner.runtime.environment import versions
+from tuner.runtime.files import gib, hash_of, keep_json, read_json
+from tuner.setup.proven import source_hash
 from tuner.setup.settled import AXES, LEVEL, MICRO, OFFLOAD, SHARD, TILED, changed, value_of
+from tuner.stages import cache_root
 
 SHOWN = 4
 SMALLEST_ROW = 256
 Notify = Callable[[str], None]
-Way = tuple[dict[str, Any], Tradeoff]
+Way = tuple[dict[str, Any], search.Tradeoff]
 """Rows of another length, as values by key, and a tradeoff of what changes results."""
 
 
@@ -24,7 +37,7 @@ Way = tuple[dict[str, Any], Tradeoff]
 class Fit:
     """What fits, the fastest first, and how it was found."""
 
-    choices: list[Choice]
+    choices: list[search.Choice]
     """At least one; where predictions are unverified and nothing fits by them, the one that comes closest."""
     changes: Mapping[str, str] = field(default_factory=dict)
     """Keys of the choices that change results, and how."""
@@ -50,17 +63,17 @@ def fit(recipe: Recipe, target: Target, notify: Notify = lambda line: None) -> F
     What changes results is tried in the order of `ways_of`. Raises MemoryLimitError, naming what comes closest, where
     nothing fits and predictions are verified.
     """
-    tried: list[Trials] = []
+    tried: list[search.Trials] = []
     refused: list[RecipeError] = []
     off = {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}  # where that fits, as `auto` is
     for changes, tradeoff in ways_of(recipe):
         always = {**changes, **tradeoff.values}
         try:
-            trials = Trials(tradeoff.of(changed(recipe, {**changes, **off})), target, None, always, notify)
+            trials = search.Trials(tradeoff.of(changed(recipe, {**changes, **off})), target, None, always, notify)
             tree = _tree(trials)
             fastest = tree.fastest()
         except RecipeError as error:  # of what changes results: the model cannot be trained so
-            notify(f"{described(always)}: {error.message}")
+            notify(f"{search.described(always)}: {error.message}")
             refused.append(error)
             continue
         tried.append(trials)
@@ -73,9 +86,9 @@ def fit(recipe: Recipe, target: Target, notify: Notify = lambda line: None) -> F
     every = [choice for trials in tried for choice in trials.tried]
     closest = min(every, key=lambda choice: choice.prediction.peak_bytes)
     if not closest.prediction.verified:
-        return _of(tried, [closest], Tradeoff())
+        return _of(tried, [closest], search.Tradeoff())
     raise MemoryLimitError(
-        f"nothing fits in {gib(target.limit_bytes)}: {described(closest.overrides)} comes closest, "
+        f"nothing fits in {gib(target.limit_bytes)}: {search.described(closest.overrides)} comes closest, "
         f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",
         hint="take more processes, or a smaller model",
     )
@@ -87,34 +100,34 @@ def ways_of(recipe: Recipe) -> Iterator[Way]:
     Rows that are half as long, twice as many to a step, only where nothing else fits; an adapter in the place of the
     weights as a last resort.
     """
-    tradeoffs = tradeoffs_of(recipe)
+    tradeoffs = search.tradeoffs_of(recipe)
     for changes in _rows(recipe):
         yield from ((changes, tradeoff) for tradeoff in tradeoffs if not tradeoff.last_resort)
     yield from (({}, tradeoff) for tradeoff in tradeoffs if tradeoff.last_resort)
 
 
-def _of(tried: list[Trials], choices: list[Choice], tradeoff: Tradeoff) -> Fit:
+def _of(tried: list[search.Trials], choices: list[search.Choice], tradeoff: search.Tradeoff) -> Fit:
     return Fit(choices, tradeoff.changes, tradeoff.last_resort, sum(trials.count for trials in tried))
 
 
-def _tree(trials: Trials) -> Tree:
+def _tree(trials: search.Trials) -> search.Tree:
     """All combinations of a recipe's rows, levels, ways of sharding and other options that change nothing."""
     recipe, target = trials.recipe, trials.target
     groups = _groups(trials.speed, recipe)
-    each = [row_counts(changed(recipe, sizes), target) for sizes in groups] if recipe.data.packs_rows else [[1]]
+    each = [search.row_counts(changed(recipe, sizes), target) for sizes in groups] if recipe.data.packs_rows else [[1]]
     rows = sorted({count for counts in each for count in counts})
-    options = memory_options(recipe, target.device.kind)
+    options = search.memory_options(recipe, target.device.kind)
     dimensions = [  # what saves most time comes first: a branch is cut by the leanest of all that follow
-        Dimension(tuple(groups), is_optional=True),
-        Dimension(tuple({LEVEL: level} for level in reversed(LEVELS))),
-        Dimension(tuple({MICRO: size} for size in rows)),
-        *(Dimension(tuple({key: value} for value in each), is_optional=True) for key, each in options.items()),
-        Dimension(tuple(_shardings(target.rank_info))),
+        search.Dimension(tuple(groups), is_optional=True),
+        search.Dimension(tuple({LEVEL: level} for level in reversed(search.LEVELS))),
+        search.Dimension(tuple({MICRO: size} for size in rows)),
+        *(search.Dimension(tuple({key: value} for value in each), is_optional=True) for key, each in options.items()),
+        search.Dimension(tuple(_shardings(target.rank_info))),
     ]
-    return Tree(dimensions, trials.speed.step_s, trials)
+    return search.Tree(dimensions, trials.speed.step_s, trials)
 
 
-def _groups(speed: Speed, recipe: Recipe) -> list[dict[str, Any]]:
+def _groups(speed: search.Speed, recipe: Recipe) -> list[dict[str, Any]]:
     """Sizes of the axes whose processes compute layers or rows together, from those that need the least memory on.
 
     The recipe's own, none, and each axis alone: what an axis saves of memory is found with the first sizes of each.
@@ -153,3 +166,57 @@ def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
         kinds.append({"parallel.shard": "hybrid", "parallel.reshard_after_forward": True})
     kinds.append({"parallel.shard": "full", "parallel.reshard_after_forward": False})
     return [*kinds, {"parallel.shard": "none"}]
+
+
+KEPT = "fits"
+STEP_BYTES = 128 << 20
+CODE = ("config", "model", "parallel", "profile", "setup", "train")
+"""Parts of tuner by which it predicts."""
+
+
+@dataclass(frozen=True)
+class KeptAnswer:
+    """All that the command says of what it found."""
+
+    table: list[list[str]]
+    flags: str
+    metrics: dict[str, Any]
+    warnings: list[str]
+    overrides: dict[str, Any]
+    predictions: int
+    took_s: float
+
+
+def key_of(recipe: Recipe, target: Target) -> str:
+    """What an answer depends on, in short: recipe, the model's config, prepared rows, target, libraries and tuner."""
+    found = prepared_for(recipe, None)
+    directory = local_directory(recipe.model.name_or_path)
+    config = None if directory is None else directory / "config.json"
+    # Memory in whole pieces, so that what is free now and then is the same.
+    limits = [None if size is None else size // STEP_BYTES for size in (target.limit_bytes, target.host_limit_bytes)]
+    facts = {
+        "recipe": {**recipe_dict(recipe), "name": None, "output_dir": None},
+        "config": hashlib.sha256(config.read_bytes()).hexdigest() if config is not None and config.is_file() else None,
+        "data": None if found is None else found[0].key,
+        "target": [target.device.shown, asdict(target.rank_info), *limits],
+        "versions": versions(),
+        "code": source_hash(CODE),
+    }
+    return hash_of(facts, 16)
+
+
+def known(key: str, recipe: Recipe) -> KeptAnswer | None:
+    """The answer that was kept."""
+    with suppress(TunerError, OSError, TypeError):
+        return KeptAnswer(**read_json(_path(key, recipe)))
+    return None
+
+
+def keep(key: str, recipe: Recipe, answer: KeptAnswer) -> None:
+    """Keep an answer, where the cache can be written."""
+    keep_json(_path(key, recipe), asdict(answer))
+
+
+def _path(key: str, recipe: Recipe) -> Path:
+    root = cache_root() if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
+    return root / KEPT / f"{key}.json"

@@ -15,10 +15,9 @@ from tuner.data.batches import StepBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MemoryLimitError, RecipeError, counted
-from tuner.profile.blocks import Holding, MemoryRecord
 from tuner.profile.devices import data_sheet_rate
 from tuner.profile.prediction import Part, Phase, Verdict, largest_first
-from tuner.profile.recorder import StepRecorder
+from tuner.profile.recorder import Holding, MemoryRecord, StepRecorder
 from tuner.profile.watch import OomReport, clear_frames, less_of, replay_step, report_at, with_fix
 from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo

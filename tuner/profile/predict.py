@@ -18,10 +18,9 @@ from tuner.model.build import decoder_blocks
 from tuner.model.kernels import has_liger
 from tuner.model.offload import IN_FLIGHT
 from tuner.model.probe import RouteRefused
-from tuner.profile.devices import Device
+from tuner.profile.devices import Device, stated_error
 from tuner.profile.estimate import StepSetting, estimate, seconds_of
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Phase, Prediction, largest_first
-from tuner.profile.rates import stated_error
 from tuner.profile.timeline import expands_segments, memory_timeline
 from tuner.profile.tracing import StepTrace, trace_step
 from tuner.profile.traffic import Traffic

@@ -8,12 +8,12 @@ from typing import Any
 
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, counted
-from tuner.profile.blocks import alike
 from tuner.profile.fit import SHOWN
 from tuner.profile.measure import Measurement, duration_text
 from tuner.profile.prediction import MIB, NAMES, TENSORS, MemoryMoment, Prediction, largest_first, unit_of
+from tuner.profile.recorder import alike
 from tuner.profile.search import Choice
-from tuner.rundir.page import filled, require_own
+from tuner.rundir.curves import filled, require_own
 from tuner.runtime.files import gib, write_atomic
 
 REPORT, FIGURES = "report.html", "report.json"

@@ -248,7 +248,7 @@ class ExpandableAllocator:
         is_small = wanted <= SMALL
         free = self._free[is_small]
         at = bisect_left(free.blocks, (wanted,))
-        if at + 1 < len(free.blocks) and self._is_last(free.blocks[at]):
+        if at + 1 < len(free.blocks) and free.blocks[at].start + free.blocks[at].size == self._ends[is_small]:
             at += 1
         block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._grown(wanted, is_small)
         if block.size > wanted:
@@ -274,9 +274,6 @@ class ExpandableAllocator:
         start = end if last is None else free.remove(last).start
         self._ends[is_small] = -(-(start + wanted) // page) * page
         return SegmentBlock(self._ends[is_small] - start, int(is_small), start)
-
-    def _is_last(self, block: SegmentBlock) -> bool:
-        return block.start + block.size == self._ends[bool(block.segment)]
 
     @staticmethod
     def _pages(block: SegmentBlock) -> list[tuple[int, int]]:

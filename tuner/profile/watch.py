@@ -19,10 +19,9 @@ from tuner.config.recipe import ProfileSection
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.model.blocks import apply_recompute
 from tuner.model.build import decoder_blocks
-from tuner.profile.blocks import Holding, MemoryRecord, alike, resident
 from tuner.profile.devices import Device, data_sheet_rate
 from tuner.profile.prediction import NAMES, PARTS, Part, largest_first, unit_of
-from tuner.profile.recorder import StepRecorder
+from tuner.profile.recorder import Holding, MemoryRecord, StepRecorder, alike, resident
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.setup.build import Assembly

@@ -7,8 +7,7 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.recipe import ParallelSection, Recipe
 from tuner.errors import RecipeError
 from tuner.runtime.dist import RankInfo

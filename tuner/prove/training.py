@@ -23,22 +23,11 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import Row
 from tuner.model.build import model_config
 from tuner.model.probe import IsolationReport, require_isolation
+from tuner.parallel.health import Copy, first_difference, sums_of
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
-from tuner.parallel.replicas import Copy, first_difference, sums_of
-from tuner.prove.compare import (
-    GRADIENT_FLOOR,
-    LIMITS,
-    WEIGHT_FLOOR,
-    apart,
-    first_step,
-    furthest,
-    times,
-    unequal,
-    without_rounding,
-)
+from tuner.prove import compare
 from tuner.prove.layouts import ALONE, Layout
-from tuner.prove.trace import first_place, traced, write_trace
 from tuner.prove.twin import LONGEST, ROWS, Twin
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.dist import RankInfo
@@ -141,9 +130,9 @@ def train_plain(setting: Setting) -> None:
     training = build(setting, ALONE, 0)
     _spread_adapters(setting, training.state)
     training.save(setting.place / "plain", 0)
-    with traced(training.state.root.model) as trace:
+    with compare.traced(training.state.root.model) as trace:
         gradients = training.gradients(training.rows.each(0, training.state.method))
-    write_trace(trace, setting.traces)
+    compare.write_trace(trace, setting.traces)
     save(CheckpointDir(setting.place / "gradients", "prove"), 1, gradients, {}, {})
     losses, norms = training.steps(0, setting.half)
     half = training.save(setting.place / "plain", setting.half)
@@ -182,22 +171,22 @@ class _Comparison:
         weights, worst_weight = self._weights()
         is_saved, resumed = self._resumed()
         figures = {
-            "loss": furthest(losses, plain["losses"]),
-            "grad_norm": furthest(norms, plain["norms"]),
+            "loss": compare.furthest(losses, plain["losses"]),
+            "grad_norm": compare.furthest(norms, plain["norms"]),
             "gradients": gradient,
             "weights": weights,
             "copies": float((start or end) is not None),
             "saved": float(not is_saved),
-            "resumed": furthest(resumed, plain["losses"][setting.half :]),
+            "resumed": compare.furthest(resumed, plain["losses"][setting.half :]),
         }
-        wrong = unequal(figures)
+        wrong = compare.unequal(figures)
         if not wrong:
             return figures, None
         words = {
             "gradients": f"gradient of {worst_gradient}",
             "copies": str(end),
-            "grad_norm": first_step("gradient norm", norms, plain["norms"], LIMITS["grad_norm"]),
-            "loss": first_step("loss", losses, plain["losses"], LIMITS["loss"]),
+            "grad_norm": compare.first_step("gradient norm", norms, plain["norms"], compare.LIMITS["grad_norm"]),
+            "loss": compare.first_step("loss", losses, plain["losses"], compare.LIMITS["loss"]),
             "weights": f"weights after step {setting.steps}: {worst_weight}",
             "saved": "the bytes of a checkpoint of the same values",
             "resumed": f"the losses after a resume from the checkpoint of one process at step {setting.half}",
@@ -231,10 +220,11 @@ class _Comparison:
         for name in state.parameters:
             other = wanted.get(name, torch.zeros(()))
             own = found.get(name, torch.zeros_like(other))
-            floor = GRADIENT_FLOOR * norm
-            figures[name] = apart(own, other, floor) if own.shape == other.shape or not other.ndim else float("inf")
-            if not first and unequal({"gradients": figures[name]}):
-                first = f"{name}: {figures[name]:.1e} apart on rank {self._ranks.rank}{times(own, other)}"
+            floor = compare.GRADIENT_FLOOR * norm
+            is_alike = own.shape == other.shape or not other.ndim
+            figures[name] = compare.apart(own, other, floor) if is_alike else math.inf
+            if not first and compare.unequal({"gradients": figures[name]}):
+                first = f"{name}: {figures[name]:.1e} apart on rank {self._ranks.rank}{compare.times(own, other)}"
         return self._worst(figures, first)
 
     def _weights(self) -> tuple[float, str]:
@@ -248,9 +238,9 @@ class _Comparison:
             own = name.removeprefix(MODEL_PREFIX)
             found = whole(parameters[own].detach()).clone()
             if own in gradients:
-                found = without_rounding(found, wanted, gradients[own], norm, way)
-            figures[own] = apart(found, wanted, WEIGHT_FLOOR * wanted.numel() ** 0.5)
-            if not first and unequal({"weights": figures[own]}):
+                found = compare.without_rounding(found, wanted, gradients[own], norm, way)
+            figures[own] = compare.apart(found, wanted, compare.WEIGHT_FLOOR * wanted.numel() ** 0.5)
+            if not first and compare.unequal({"weights": figures[own]}):
                 first = f"{own}: {figures[own]:.1e} apart on rank {self._ranks.rank}"
         return self._worst(figures, first)
 
@@ -263,11 +253,11 @@ class _Comparison:
         """The first module whose output or gradient is another one, of any process, from the same weights."""
         training, mesh = self._training, self._training.state.step_config.mesh
         training.load(self._setting.checkpoint(0), MODEL_PREFIX)
-        with traced(training.state.root.model) as trace:
+        with compare.traced(training.state.root.model) as trace:
             training.gradients(training.rows.step(0, training.state.method, mesh))
         micro = training.rows.micro(mesh)
         rank, share = self._ranks.rank, (mesh.weight_rank % mesh.sequence, mesh.sequence)
-        own = self._ranks.on_all_ranks(lambda: first_place(trace, self._setting.traces, micro, share, rank))
+        own = self._ranks.on_all_ranks(lambda: compare.first_place(trace, self._setting.traces, micro, share, rank))
         found = [place for place in own if place is not None]
         return str(min(found, key=lambda place: (place.kind != "output", place.order))) if found else None
 

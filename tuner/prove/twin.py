@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import load_recipe
+from tuner.config.load import load_recipe, recipe_dict
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, counted

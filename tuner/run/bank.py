@@ -11,13 +11,13 @@ import torch
 from tuner.config.recipe import InitFrom
 from tuner.errors import DataError
 from tuner.init_from.give import Giver
-from tuner.init_from.plan import KEY
+from tuner.init_from.match import KEY
+from tuner.init_from.sources import newest_version, pinned, versions_in
 from tuner.init_from.target import own_names
-from tuner.init_from.versions import newest_version, pinned, versions_in
 from tuner.model.freeze import Content, content_of, frozen_names, hash_of_frozen
 from tuner.parallel.layouts import whole
 from tuner.parallel.values import fill
-from tuner.run.meta import GIVEN
+from tuner.run.state import GIVEN
 from tuner.run.status import RunStatus
 from tuner.rundir.versions import TakenVersion, TakenVersions, read_bank, write_bank
 from tuner.runtime.console import Console

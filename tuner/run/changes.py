@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.dump import flatten
-from tuner.config.duration import Duration
+from tuner.config.load import flatten
+from tuner.config.numbers import Duration
 from tuner.config.recipe import SECTIONS
 from tuner.config.section import Effect
 from tuner.data.sources import expand

@@ -122,7 +122,7 @@ def _placed(recipe: Recipe, on: Literal["here", "ray"]) -> Iterator[Placement]:
             "--on ray starts processes itself, and torchrun or srun started this one as one of several",
             hint="start the command once, or leave out --on ray",
         )
-    from tuner.runtime.ray_ranks import cluster_for, run_ranks
+    from tuner.runtime.ray_cluster import cluster_for, run_ranks
 
     section = recipe.parallel
     wanted = None if section.processes == "auto" else section.processes

@@ -10,13 +10,11 @@ from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.open import CheckpointInfo, newest
 from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError
-from tuner.run.begin import begin_launch
 from tuner.run.changes import pending
-from tuner.run.meta import require_same_data
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.parts.part import LaunchContext, Preflight
 from tuner.run.preflight import agreed, plan_launch, preflight
-from tuner.run.state import restore, run_state
+from tuner.run.state import begin_launch, require_same_data, restore, run_state
 from tuner.run.status import RunStatus, outcome, run_result
 from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
 from tuner.run.tasks.log import HaltedError

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
 from tuner.runtime.console import Level
 from tuner.setup.settled import Settled
 

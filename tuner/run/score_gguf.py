@@ -15,11 +15,10 @@ from tuner.config.eval_tasks import EvalTask
 from tuner.data.building.spec import AUTO_MAX_LENGTH
 from tuner.errors import RecipeError
 from tuner.evals.load import check_tasks, load_tasks
-from tuner.evals.requests import Likelihood, ScoreRequest
 from tuner.evals.scorer import before_stops
-from tuner.export.gguf.engine import GREEDY, Engine, served
-from tuner.export.gguf.header import read_keys
-from tuner.run.score_tasks import TasksScore, scored
+from tuner.evals.task import Likelihood, ScoreRequest
+from tuner.export.gguf.engine import GREEDY, Engine, read_keys, served
+from tuner.run.score import TasksScore, scored
 from tuner.run.tasks.task_scores import write_scores
 from tuner.runtime.console import Console
 

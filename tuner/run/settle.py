@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
 from tuner.errors import TunerError
 from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
@@ -31,31 +30,18 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import versions
 from tuner.runtime.files import hash_of, keep_json, read_json, scratch_dir, write_json
 from tuner.runtime.process import from_rank0
-from tuner.setup.settled import (
-    LEVEL,
-    MICRO,
-    OFFLOAD,
-    SHARD,
-    TILED,
-    Settled,
-    data_processes,
-    left_open,
-    meaningful,
-    settled_in,
-    value_of,
-    ways_to_shard,
-    whole_batches,
-)
+from tuner.setup import settled as keys
 
 if TYPE_CHECKING:
     from tuner.profile.predict import Target
+
 
 JOB, ANSWER, CHOICES = "job.json", "answer.json", "choices"
 LONGEST_S = 600
 """Seconds after which a prediction is given up."""
 STEP_BYTES = 128 << 20
 """Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
-WITHOUT: Mapping[str, Any] = {MICRO: 1, LEVEL: "none", TILED: False, OFFLOAD: False}
+WITHOUT: Mapping[str, Any] = {keys.MICRO: 1, keys.LEVEL: "none", keys.TILED: False, keys.OFFLOAD: False}
 """What is taken where nothing can be predicted."""
 PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
 """Sections that a prediction depends on."""
@@ -81,31 +67,32 @@ def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, pr
     """What a run that is resumed had, by key: all that is predicted, and how so many processes sharded it last."""
     if recipe is None or record is None:
         return {}
-    values = {key: value_of(recipe.recipe, key) for key in WITHOUT}
+    values = {key: keys.value_of(recipe.recipe, key) for key in WITHOUT}
     alike = [launch for launch in record["launches"] if launch.get("world_size") == processes]
-    values[SHARD] = settled_in({"launches": alike}).get(SHARD, "auto")
+    values[keys.SHARD] = keys.settled_in({"launches": alike}).get(keys.SHARD, "auto")
     return {key: value for key, value in values.items() if value != "auto"}
 
 
 def settle(
     loaded: LoadedRecipe, before: Mapping[str, Any], rank_info: RankInfo, place: LaunchData, console: Console
-) -> Settled:
+) -> keys.Settled:
     """Settle what a recipe leaves open, and its global batch where the default does not divide.
 
     Without a CUDA device nothing is predicted. Every rank gets what rank 0 finds.
     """
-    settled = whole_batches(loaded, rank_info.world_size)
+    processes = rank_info.world_size
+    settled = keys.whole_batches(loaded, processes)
     recipe = settled.of(loaded.recipe)
     predicts = on_cuda(recipe.train.device)
     usual: Mapping[str, Any] = {} if predicts else WITHOUT
     had = {key: value for key, value in before.items() if value != usual.get(key)}
-    kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
-    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * data_processes(recipe.parallel, rank_info.world_size)):
-        kept.pop(MICRO, None)
-    settled = settled.and_also(Settled(kept, dict.fromkeys(kept, "as the run had it")))
+    kept = {key: had[key] for key in keys.left_open(recipe, processes) if key in had}
+    if recipe.train.global_batch_size % (kept.get(keys.MICRO, 1) * keys.data_processes(recipe.parallel, processes)):
+        kept.pop(keys.MICRO, None)
+    settled = settled.and_also(keys.Settled(kept, dict.fromkeys(kept, "as the run had it")))
     recipe = settled.of(recipe)
-    still_open = left_open(recipe, rank_info.world_size)
-    if still_open == (SHARD,) and len(ways_to_shard(recipe, rank_info)) == 1:
+    still_open = keys.left_open(recipe, processes)
+    if still_open == (keys.SHARD,) and len(keys.ways_to_shard(recipe, rank_info)) == 1:
         return settled  # there is nothing to choose
     if not predicts or not still_open:
         return settled
@@ -124,8 +111,8 @@ def settle(
     if "error" in answer:
         console.warn(f"memory cannot be predicted: {answer['error']}")
         values = {key: WITHOUT[key] for key in still_open if key in WITHOUT}
-        return settled.and_also(Settled(values, dict.fromkeys(values, f"not predicted: {answer['error']}")))
-    return settled.and_also(Settled(answer["values"], answer["reasons"]))
+        return settled.and_also(keys.Settled(values, dict.fromkeys(values, f"not predicted: {answer['error']}")))
+    return settled.and_also(keys.Settled(answer["values"], answer["reasons"]))
 
 
 def on_cuda(device: str) -> bool:
@@ -178,7 +165,7 @@ def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
     kept = Path(job["cache"]) / CHOICES / f"{_key(job, target)}.json"
     with suppress(TunerError, OSError, KeyError, TypeError, ValueError):
         known = read_json(kept)
-        values, wanted = meaningful(known.get("values")), left_open(recipe, rank_info.world_size)
+        values, wanted = keys.meaningful(known.get("values")), keys.left_open(recipe, rank_info.world_size)
         if set(values) == set(wanted) and _is_alike(known, target):
             return {"values": values, "reasons": {key: str(known["reasons"][key]) for key in wanted}}
     settled, prediction = choose(recipe, target, Path(job["data"]))
@@ -221,7 +208,7 @@ if __name__ == "__main__":
     main()
 
 
-def settled_for(ready: Preflight, rank_info: RankInfo, starts_ranks: bool) -> Settled:
+def settled_for(ready: Preflight, rank_info: RankInfo, starts_ranks: bool) -> keys.Settled:
     """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
 
     Where torchrun or srun started them, rank 0 settles it and the others wait; or this process ``starts_ranks``.

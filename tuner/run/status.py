@@ -13,28 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.checkpoint.manifest import SEAL, step_dirs, step_name
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
-from tuner.config.dump import recipe_dict
 from tuner.config.ladder import require_one_run
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe, recipe_dict
 from tuner.config.recipe import ExportSection, Recipe
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, counted
-from tuner.run.changes import (
-    Changes,
-    Reset,
-    changes,
-    freed_keys,
-    modified_since,
-    moments_of,
-    pending,
-    resets_for,
-    resets_of,
-)
+from tuner.run import changes
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.rundir.directory import RunDir
-from tuner.rundir.last_checkpoint import last_step, way_to_whole
+from tuner.rundir.checkpoints import last_step, way_to_whole
+from tuner.rundir.directory import RunDir, another, origin
 from tuner.rundir.model_path import find_checkpoint
-from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.setup.settled import with_batch_of
@@ -57,7 +44,7 @@ class RunStatus:
     record: dict[str, Any] | None
     checkpoint: CheckpointInfo | None
     """The newest valid one, to continue from; of a new run that of another that it branches off from."""
-    resets: tuple[Reset, ...]
+    resets: tuple[changes.Reset, ...]
     """All of the run; those at the step of the checkpoint are this launch's to do."""
     finished: RunResult | None = None
     """The result, where no step is left."""
@@ -77,11 +64,11 @@ def status_of(loaded: LoadedRecipe, options: LaunchOptions, console: Console, ha
         raise RecipeError("--reset needs a run to resume", hint="add --resume auto, must or a PATH")
     if record is None:
         checkpoint = _branch_point(run, loaded, options, console, hashes)
-        return RunStatus(run, None, checkpoint, resets_for(None, checkpoint, options.reset))
+        return RunStatus(run, None, checkpoint, changes.resets_for(None, checkpoint, options.reset))
     _require_same_branch(run, record, options)
     _require_same_recipe(run, record, loaded, options, console)
     checkpoint = _own_checkpoint(run, record, loaded, options, console, hashes)
-    resets = resets_for(record, checkpoint, options.reset)
+    resets = changes.resets_for(record, checkpoint, options.reset)
     if options.reset or not _is_finished(record, checkpoint, loaded.recipe):
         return RunStatus(run, record, checkpoint, resets)
     steps = int(record["launches"][-1].get("step") or (checkpoint.step if checkpoint is not None else 0))
@@ -96,7 +83,7 @@ def status_from(checkpoint: Path | None, loaded: LoadedRecipe, options: LaunchOp
     """The status as the process that started this rank found it, whose checkpoint it hashed a moment ago."""
     run = RunDir(Path(loaded.recipe.output_dir))
     record, opened = run.read_record(), None if checkpoint is None else open_checkpoint(checkpoint, verify=False)
-    return RunStatus(run, record, opened, resets_for(record, opened, options.reset))
+    return RunStatus(run, record, opened, changes.resets_for(record, opened, options.reset))
 
 
 def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
@@ -161,8 +148,9 @@ def _require_same_recipe(
     if before is None:
         return
     recipe = with_batch_of(record, loaded).recipe
-    freed = freed_keys(options.reset, moments_of(before.recipe.optimizer), moments_of(recipe.optimizer))
-    changed = changes(recipe_dict(before.recipe), recipe_dict(recipe), freed)
+    moments = (changes.moments_of(each.optimizer) for each in (before.recipe, recipe))
+    freed = changes.freed_keys(options.reset, *moments)
+    changed = changes.changes(recipe_dict(before.recipe), recipe_dict(recipe), freed)
     if changed.refuse:
         raise _another_recipe(run, record, loaded, options, changed)
     if options.resume != "never":
@@ -172,7 +160,7 @@ def _require_same_recipe(
 def _say_finished(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, steps: int, console: Console) -> None:
     """Say that a run is trained already, and warn where its data were modified after its last launch began."""
     started = record["launches"][-1].get("started")  # not in a record that was made again from the checkpoints
-    if started is not None and (changed := modified_since(loaded.recipe.data, started)):
+    if started is not None and (changed := changes.modified_since(loaded.recipe.data, started)):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         console.warn(
             f"{', '.join(changed[:3])}{more}: modified after this run started; what changed since is not trained on. "
@@ -182,7 +170,7 @@ def _say_finished(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, 
 
 
 def _another_recipe(
-    run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, options: LaunchOptions, changed: Changes
+    run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, options: LaunchOptions, changed: changes.Changes
 ) -> RecipeError:
     """The error of a recipe that is another run's, with the way to change it in this run, and to start another."""
     resets, ways = changed.resets(), []
@@ -291,10 +279,11 @@ def began(record: Mapping[str, Any]) -> Path | None:
     return None if path is None else local_path(path, in_store=True)
 
 
-def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:
+def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> changes.Changes:
     """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
     before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
-    changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
+    freed = changes.freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"])
+    changed = changes.changes(before, recipe, freed)
     if changed.refuse:
         said = f"{shown(found.path)} was saved with another recipe ({changed.shown()})"
         raise RecipeError(said, hint=_way_from(changed))
@@ -314,8 +303,9 @@ def require_same_choices(
             require_recipe_of(status.checkpoint, recipe_dict(resolved), options.reset)
         return
     resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
-    freed = freed_keys(options.reset, moments_of(before.recipe.optimizer), moments_of(resolved.optimizer))
-    changed, known = (changes(recipe_dict(before.recipe), recipe_dict(recipe), freed) for recipe in (resolved, written))
+    moments = (changes.moments_of(each.optimizer) for each in (before.recipe, resolved))
+    freed, had = changes.freed_keys(options.reset, *moments), recipe_dict(before.recipe)
+    changed, known = (changes.changes(had, recipe_dict(recipe), freed) for recipe in (resolved, written))
     if changed.refuse:
         raise RecipeError(
             f"{shown(status.run.path)}: this machine resolves the recipe differently ({changed.shown()})",
@@ -324,7 +314,7 @@ def require_same_choices(
     warn_of_changes([line for line in changed.warn if line not in known.warn], console)
 
 
-def _way_from(changed: Changes) -> str:
+def _way_from(changed: changes.Changes) -> str:
     """The way on where a checkpoint's recipe is another one: a reset, or its own values."""
     values = "take the values of its run, which recipe.resolved.yaml there holds"
     resets = changed.resets()
@@ -337,7 +327,7 @@ def warn_of_changes(changed: Sequence[str], console: Console) -> None:
         console.warn(f"{line}: results are no longer bit-identical, or losses no longer comparable, from here on")
 
 
-def _say_changed(changed: Changes, console: Console) -> None:
+def _say_changed(changed: changes.Changes, console: Console) -> None:
     """Print what differs from the recipe of the run that is resumed."""
     if changed.safe:
         console.say("changed", "\n".join(changed.safe))
@@ -365,7 +355,7 @@ def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, recipe
     ended, at_end = None if found is None else found.state.get(END_AT), recipe.checkpoint.at_end
     if ended is not None and (recipe.train.end_at is None or recipe.train.end_at > ended):
         return False
-    if found is not None and found.state.get("finished") and not pending(resets_of(record), found.step):
+    if found is not None and found.state.get("finished") and not changes.pending(changes.resets_of(record), found.step):
         return True
     if record["status"] != "finished":
         return False

@@ -23,7 +23,7 @@ def in_store(loaded: LoadedRecipe, console: Console, writes: bool = True) -> Ite
     if url_of(run_dir) is not None:
         with console.doing("fetching from the store"):
             if writes and rank_info.world_size > rank_info.local_world_size:
-                from tuner.run.machines import bring_to_all  # with torch, which processes of one machine need not ask
+                from tuner.run.store import bring_to_all  # with torch, which processes of one machine need not ask
 
                 bring_to_all(run_dir, rank_info, loaded.recipe.parallel.timeout.seconds, console.say)
             else:

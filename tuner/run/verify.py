@@ -13,8 +13,7 @@ import torch
 from tuner.checkpoint.load import content_sha256, read_tensors
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
-from tuner.config.dump import recipe_dict
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
 from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch

@@ -1,4 +1,5 @@
-"""Every name in a run directory. No other module writes one of them; a test reads the whole package for that.
+"""Every name in a run directory, and that none of them is a link. No other module writes one of the names; a test reads
+the whole package for that.
 
 RUN/
   run.json                the record: status, launches and, of a finished run, its metrics
@@ -20,19 +21,24 @@ RUN/
   logs/rankN.metrics.jsonl the steps as another process than rank 0 had them, where the recipe asks for it
   launches/N/git.diff     the source tree's changes at each launch
   exports/step-N/         Hugging Face directories (step-N-adapter, step-N-text); exports/latest leads to the newest;
-                          step-N-TYPE.gguf is a file for llama.cpp
+                          (.tmp-latest-* before it does); step-N-TYPE.gguf is a file for llama.cpp
   profile/                recorded steps
   prober/step-N/          activations and gradients of chosen modules
   trackers/NAME.json      the id of its run for each tracker, and the newest step that it was sent
   curves.html             the page of `tuner runs plot`
   lock                    held by whoever trains in the directory or removes it
   STOP                    made by the user: the run saves and stops
+
+Links are never followed, since one may lead anywhere, and be written through; pipes and devices are refused likewise.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from tuner.checkpoint.manifest import step_name
+from tuner.errors import DataError
+from tuner.runtime import files
 
 RECORD = "run.json"
 RECIPE = "recipe.yaml"
@@ -58,6 +64,8 @@ LAUNCHES = "launches"
 SOURCE_DIFF = "git.diff"
 EXPORTS = "exports"
 LATEST = "latest"
+UNFINISHED_LINK = f"{files.TMP_PREFIX}{LATEST}-"
+"""What `latest` is called before it takes the place of the one before; whoever is killed then leaves it."""
 PROFILE = "profile"
 PROBER = "prober"
 TRACKERS = "trackers"
@@ -95,3 +103,53 @@ def mark_metrics(run_dir: Path, step: int | str) -> Path:
 def export_dir(run_dir: Path, step: int, kind: Literal["", "adapter", "text"] = "") -> Path:
     """Where the export of a step, or of its adapter or text model alone, is written unless the user names a place."""
     return run_dir / EXPORTS / "-".join(filter(None, (step_name(step), kind)))
+
+
+_DEPTH = 3
+"""Down to `evaluations/step-N/TASK.jsonl`."""
+_CLOSED = frozenset({CHECKPOINTS, EXPORTS})
+"""Whose entries hold files that are checked one by one where they are read."""
+
+
+def require_no_links(run_dir: Path) -> None:
+    """Check that no name that a run writes or reads is a link, a pipe or a device. DataError for the first that is one.
+
+    The link `exports/latest` is a run's own, and leads to its neighbour.
+    """
+    for name in sorted(NAMES):
+        path = run_dir / name
+        _require_plain(path)
+        _check_below(path, 1 if name in _CLOSED else _DEPTH)
+
+
+def _check_below(directory: Path, depth: int) -> None:
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError:  # not there, no directory, or not to be read: which is said where it is needed
+        return
+    for entry in entries:
+        path = directory / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if depth > 1:
+                _check_below(path, depth - 1)
+        elif not entry.is_file(follow_symlinks=False) and not _is_latest(path):
+            _require_plain(path)
+
+
+def _is_latest(path: Path) -> bool:
+    """Whether it is the link from the newest export's second name to its first, or one that was not yet renamed so."""
+    is_named = path.name == LATEST or path.name.startswith(UNFINISHED_LINK)
+    if not is_named or path.parent.name != EXPORTS or not path.is_symlink():
+        return False
+    return Path(os.readlink(path)).name == os.readlink(path)
+
+
+def _require_plain(path: Path) -> None:
+    """Check that a path is a file, a directory or nothing. Raises DataError."""
+    if path.is_symlink():
+        raise DataError(
+            f"{path}: a link, to {os.readlink(path)}: links in a run directory are never followed",
+            hint="put what it leads to in its place; to have a run on another disk, set output_dir",
+        )
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening one may wait for ever
+        raise DataError(f"{path}: neither a file nor a directory", hint="remove it: no run makes one")

@@ -1,4 +1,6 @@
-"""What the path of a model is: a run, of which one checkpoint is meant, a checkpoint, or a Hugging Face directory."""
+"""What the path of a model is: a run, of which one checkpoint is meant, a checkpoint, or a Hugging Face directory; and
+what `model.name_or_path` cannot be, though it is a directory with weights.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,10 +10,10 @@ from typing import Any, Literal
 from tuner.checkpoint.manifest import STEP, step_dirs, step_name
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
-from tuner.rundir.layout import CHECKPOINTS
-from tuner.rundir.links import require_no_links
+from tuner.rundir.checkpoints import gone, last_step, way_to_whole
+from tuner.rundir.layout import CHECKPOINTS, EXPORTS, export_dir, require_no_links
 from tuner.rundir.run_json import is_run, read_record
+from tuner.runtime.files import typed_path
 
 Which = Literal["newest", "best"] | int
 """Of a run's checkpoints: the last one, the one with the lowest loss, or that of a step."""
@@ -209,3 +211,43 @@ def _remedies(path: Path) -> str | None:
         which = "take an earlier one" if other.step < int(match[1]) else "take another"
         ways.append(f"{which}: {other.path}")
     return "      ".join(ways) or None
+
+
+KEY = "model.name_or_path"
+
+
+def require_base_model(name: str, where: str) -> None:
+    """Raise RecipeError for a run, a checkpoint or an adapter, with the way to train further from it.
+
+    ``where`` says where the recipe names it. A hub name, a model directory and a path that is not there are left to
+    whoever loads the model.
+    """
+    path = Path(name)
+    if not path.is_dir() or (path / "config.json").is_file():
+        return
+    if is_run_path(path):
+        raise _is_a_run(path, where)
+    if (path / "adapter_config.json").is_file():
+        run = typed_path(path.parent.parent) if path.parent.name == EXPORTS else "RUN"
+        raise RecipeError(
+            f"{where}  {KEY}: {typed_path(path)} is an adapter alone, not a model",
+            hint=f"export it merged into its base model: tuner export-hf {run}      then {KEY}: that directory",
+        )
+
+
+def _is_a_run(path: Path, where: str) -> RecipeError:
+    is_checkpoint = path.parent.name == CHECKPOINTS
+    run_dir = path.parent.parent if is_checkpoint else path
+    record = readable_record(run_dir)
+    step = int(path.name.removeprefix("step-")) if is_checkpoint else last_step(run_dir / CHECKPOINTS, record)
+    what = "a checkpoint" if is_checkpoint else "a run"
+    message = f"{where}  {KEY}: {typed_path(path)} is {what}, not a model"
+    if step is None:
+        first, run = way_to_save(Path(typed_path(run_dir)), record), typed_path(run_dir)
+        hint = f"it has no checkpoint; {first} && tuner export-hf {run}      then {KEY}: that directory"
+        return RecipeError(message, hint=hint)
+    exported = export_dir(run_dir, step)
+    target = typed_path(exported)
+    if (exported / "config.json").is_file():
+        return RecipeError(message, hint=f"take its export: {KEY}: {target}")
+    return RecipeError(message, hint=f"export it first: tuner export-hf {typed_path(path)}      then {KEY}: {target}")

@@ -1,4 +1,4 @@
-"""A run directory as it is read: its record, recipe, metrics and summary. Nothing here writes, or needs torch."""
+"""Runs as they are read: their record, recipe, metrics and summary; and how they are removed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.config.dump import flatten
 from tuner.config.eval_tasks import EvalTask
-from tuner.config.tree import Problems
-from tuner.config.yaml import read_yaml
-from tuner.errors import DataError, RecipeError
-from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, synced_step, way_to_whole
-from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
-from tuner.rundir.links import require_no_links
-from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
-from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, reading
+from tuner.config.load import flatten
+from tuner.config.yaml import Problems, read_yaml
+from tuner.errors import DataError, RecipeError, counted
+from tuner.rundir.checkpoints import any_valid, last_problem, last_state, last_step, synced_step, way_to_whole
+from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE, require_no_links
+from tuner.rundir.run_json import TIME_FORMAT, hold, is_run, other_contents, read_record
+from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, discard_dir, reading
 from tuner.runtime.lock import is_locked
 from tuner.stages import shown, url_of
 
@@ -330,7 +329,9 @@ def eval_figures(run: Run) -> dict[str, float]:
 
 def task_figures(run: Run) -> dict[str, dict[str, float]]:
     """The newest figures of each task by name; a task that was not scored in the last evaluation keeps its own."""
-    names = task_names(run.recipe.get("eval.tasks"))
+    tasks = run.recipe.get("eval.tasks")  # as plain values
+    listed = tasks if isinstance(tasks, list) else []
+    names = {EvalTask.model_validate(task).label for task in listed if isinstance(task, dict)}
     found: dict[str, dict[str, float]] = {}
     for line in run.latest.evaluations:
         for key, value in line.items():
@@ -338,12 +339,6 @@ def task_figures(run: Run) -> dict[str, dict[str, float]]:
             if task in names and figure and isinstance(value, (int, float)):
                 found.setdefault(task, {})[figure] = float(value)
     return found
-
-
-def task_names(tasks: object) -> frozenset[str]:
-    """The names in metrics.jsonl of the tasks of a resolved recipe, as plain values."""
-    listed = tasks if isinstance(tasks, list) else []
-    return frozenset(EvalTask.model_validate(task).label for task in listed if isinstance(task, dict))
 
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -354,3 +349,34 @@ def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
         for key in keys
         if key not in NAMES and any(recipe.get(key) != recipes[0].get(key) for recipe in recipes[1:])
     ]
+
+
+def sources_of(meta: Mapping[str, Any]) -> list[str]:
+    """A line for each place that a checkpoint's run began with weights of; none where it is its base model alone."""
+    noted = meta.get("init_from")
+    entries = noted.get("entries", ()) if isinstance(noted, Mapping) else ()
+    return [_source_line(entry) for entry in entries]
+
+
+def _source_line(entry: Mapping[str, Any]) -> str:
+    step = "" if entry.get("step") is None else f", step {entry['step']}"
+    digest = str(entry["sha256"])[:16]
+    return f"{entry['kind']} {entry['path']}{step}: {counted(entry['tensors'], 'tensor')}, sha256 {digest}"
+
+
+def remove_runs(paths: Sequence[Path]) -> list[Path]:
+    """Remove run directories, all of them or, where one must not be, none; returns their paths.
+
+    Raises RecipeError for a path that is no run, or a link to one; DataError for one whose record is damaged;
+    MachineError for one that is in use, naming its holder.
+    """
+    unique = list(dict.fromkeys(paths))
+    with ExitStack() as locks:
+        for path in unique:
+            if path.is_symlink():
+                raise RecipeError(f"{path} is a link", hint=f"name the run itself: {path.resolve()}")
+            read_run(path)
+            locks.enter_context(hold(path))
+        for path in unique:
+            discard_dir(path)
+    return unique

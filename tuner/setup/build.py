@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuner.config.duration import StepRange
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
+from tuner.config.numbers import StepRange
 from tuner.config.recipe import DataSection, PeftAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -25,13 +25,12 @@ from tuner.runtime.device import measured_peak, target
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.runtime.warned import pass_on
-from tuner.setup.model import assemble_model, assemble_teacher, teacher_in_memory
+from tuner.setup.model import WeightFacts, assemble_model, assemble_teacher, teacher_in_memory
 from tuner.setup.probes import probed_rows, probes_of
 from tuner.setup.resolve import Resolved, check_division, check_fits, rerouted
 from tuner.setup.settled import rows_at_once
 from tuner.setup.specs import mesh_of
 from tuner.setup.timetable import Starts, Timetable, timetable
-from tuner.setup.weight_facts import WeightFacts
 from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard, GuardLimits
 from tuner.train.methods.method import build_method, check_logits
@@ -171,7 +170,7 @@ def _step_parts(
 ) -> Iterator[StepPart]:
     """What a recipe's steps do besides, in the order in which it is asked; most recipes ask for none."""
     if root.parts.touched_rows:
-        from tuner.train.row_gradients import RowGradients
+        from tuner.train.row_adamw import RowGradients
 
         yield RowGradients(root.parts.touched_rows, step_config.mesh, step_config.device)
     if target(next(iter(parameters.values()))) == "cuda":  # on a CPU no kernel is launched

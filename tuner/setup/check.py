@@ -28,8 +28,7 @@ from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
 from tuner.setup.findings import Findings
 from tuner.setup.settled import AXES, in_groups, rows_at_once, sharing, with_whole_batches
-from tuner.train.plan import Plan
-from tuner.train.schedule import schedule_flaws
+from tuner.train.plan import Plan, schedule_flaws
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = 1000

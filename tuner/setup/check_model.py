@@ -8,9 +8,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from tuner.config.duration import Duration
 from tuner.config.load import LoadedRecipe
 from tuner.config.methods import head_of
+from tuner.config.numbers import Duration
 from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, PeftAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length
@@ -30,20 +30,11 @@ from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.safetensors_header import read_header
+from tuner.setup import resolve
 from tuner.setup.build import held_out_rows
 from tuner.setup.findings import Findings
 from tuner.setup.initial import check_initial
-from tuner.setup.resolve import (
-    ROUTES,
-    Resolved,
-    check_division,
-    check_fits,
-    model_spec,
-    quantize_of,
-    require_apart,
-    require_axes,
-    route_for,
-)
+from tuner.setup.resolve import Resolved
 from tuner.setup.specs import mesh_of, meta_model_of, trainable_of
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
@@ -58,17 +49,17 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
         resolve_max_length(here.model, here.data)
     _check_best(recipe, found)
     with found.of("model.name_or_path"):
-        config = model_config(model_spec(here, range(0)))
+        config = model_config(resolve.model_spec(here, range(0)))
         model = meta_model(config, torch.float32, head_of(recipe.method))
-        route, why = route_for(recipe, model)
+        route, why = resolve.route_for(recipe, model)
         if why is not None:
-            apart = f"documents {ROUTES[route]}: {why}"
+            apart = f"documents {resolve.ROUTES[route]}: {why}"
             with found.of("data.packing"):
-                require_apart(recipe.data.packing is True, route, why)
+                resolve.require_apart(recipe.data.packing is True, route, why)
         if recipe.model.init == "pretrained" and not holds_codes(str(directory), None):
             _check_shapes(recipe, directory, model, found)
         with found.of("parallel.tensor"):
-            require_axes(recipe.parallel, model)
+            resolve.require_axes(recipe.parallel, model)
         check_parts(recipe, model, found)
         if recipe.model.init_from and not recipe.tokenizer.add_tokens and not found.problems:
             with found.of("model.init_from"):
@@ -85,11 +76,11 @@ def check_setup(
     """
     recipe, found = resolved.recipe, Findings(loaded)
     with found.of("tokenizer.name_or_path"):
-        check_fits(tokenizer, resolved.config, prepared)
+        resolve.check_fits(tokenizer, resolved.config, prepared)
     with found.of("method.use"):
         check_logits(recipe.method, LogitTransform.of(resolved.config))
     with found.of("train.global_batch_size"):
-        check_division(recipe, mesh_of(recipe.parallel, rank_info).size)
+        resolve.check_division(recipe, mesh_of(recipe.parallel, rank_info).size)
     with found.of("checkpoint.keep_best"):
         check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe.data, prepared), recipe.method.figures)
     if not found.problems:
@@ -113,7 +104,7 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         _check_adapter(recipe.adapter, model, found)
     if isinstance(recipe.adapter, PeftAdapter):
         _check_saved(recipe.adapter.modules_to_save, model, "adapter.config.modules_to_save", found)
-    if (quantize := quantize_of(recipe)) is not None and len(found.problems) == before:
+    if (quantize := resolve.quantize_of(recipe)) is not None and len(found.problems) == before:
         with found.of("model.quantize"):
             quantize_(model, quantize)
     train = recipe.train

@@ -28,8 +28,7 @@ from tuner.stages import cache_root
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tuner.model.mapped import InFile
-    from tuner.model.unread import UnreadWeights
+    from tuner.model.unread import InFile, UnreadWeights
 
 HASHES = "hashes"
 SETTLED_NS = 2_000_000_000
@@ -81,7 +80,7 @@ def _contents(
     """Type, shape and hash of each tensor; of those in files they are kept for the next launch."""
     if not tensors:
         return {}
-    from tuner.model.mapped import in_files  # a training in full goes without
+    from tuner.model.unread import in_files  # a training in full goes without
 
     kept = (cache_root() if cache is None else Path(cache)) / HASHES
     places: dict[str, tuple[InFile, ...]] = {name: (place,) for name, place in in_files(tensors).items()}

@@ -1,13 +1,17 @@
-"""Optimizer states and shards in the host's memory: how much a recipe keeps there, and whether there is room."""
+"""What a recipe keeps in the host's memory, and whether there is room: optimizer states, shards, inputs of layers."""
+
+from math import ceil
 
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import MemoryLimitError
+from tuner.model.offload import BLOCK
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.runtime.memory import host_memory
 from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
+from tuner.setup.settled import rows_at_once
 from tuner.setup.specs import trained_count, weight_parts
 from tuner.train.host_adamw import DOWN_BYTES, STATE_BYTES, UP_BYTES, buffer_bytes
 
@@ -65,3 +69,19 @@ def host_bytes(resolved: Resolved, trained: int, rank_info: RankInfo) -> int:
     local, parts = rank_info.local_world_size, weight_parts(resolved.recipe.parallel, rank_info)
     of_process = -(-trained // parts)
     return local * (STATE_BYTES * of_process + buffer_bytes(of_process))
+
+
+def offload_line(resolved: Resolved) -> str:
+    """Where the inputs of recomputed layers are kept, and how much of the host's memory they take at most."""
+    where = f"the inputs of recomputed layers are kept on the host: up to {gib(inputs_bytes(resolved))} a process"
+    return f"{where}, which saves nothing on a CPU" if resolved.facts.kind == "cpu" else where
+
+
+def inputs_bytes(resolved: Resolved) -> int:
+    """Bytes of one process's inputs on the host, in whole blocks: of each recomputed layer tokens times channels."""
+    recipe, config = resolved.recipe, resolved.config.get_text_config()
+    layers, there = recipe.train.gradient_checkpointing_layers, int(config.num_hidden_layers)
+    count = ceil(layers.share * there) if layers.unit == "%" else int(layers.count)
+    tokens = resolved.max_length * rows_at_once(recipe.train)
+    each = tokens * int(config.hidden_size) * (4 if recipe.model.dtype == "fp32" else 2)
+    return count * -(-each // BLOCK) * BLOCK

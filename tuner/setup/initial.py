@@ -9,12 +9,10 @@ from transformers import PretrainedConfig
 
 from tuner.config.methods import head_of
 from tuner.config.recipe import InitFrom, Recipe
-from tuner.init_from.give import Giver
-from tuner.init_from.match import MOST, matched, plan_of
-from tuner.init_from.plan import KEY, InitPlan
-from tuner.init_from.report import report, summary
+from tuner.init_from.give import Giver, report, summary
+from tuner.init_from.match import KEY, MOST, InitPlan, matched, plan_of
+from tuner.init_from.sources import pinned, versions_in
 from tuner.init_from.target import InitTarget, target_of
-from tuner.init_from.versions import pinned, versions_in
 from tuner.model.build import meta_model, model_config
 from tuner.model.quantize.layers import quantizable
 from tuner.model.trainable import TrainableSpec

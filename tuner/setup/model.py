@@ -1,11 +1,12 @@
 """The model of a resolved recipe with its weights, as a training begins with it: read, proven, and brought to whoever
-trains it."""
+trains it; and what is known of its weights besides their values.
+"""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
 from tuner.model.root import CausalLM
 from tuner.model.row_layout import Route
-from tuner.model.weight_files import vet_weights
+from tuner.model.vetting import vet_weights
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.runtime import startup
@@ -28,14 +29,43 @@ from tuner.runtime.warned import pass_on
 from tuner.setup import proven
 from tuner.setup.hashes import FrozenHash, known_weights_hash
 from tuner.setup.resolve import Resolved, model_spec, reference_of, takes_several
-from tuner.setup.weight_facts import Built, WeightFacts
+from tuner.setup.specs import DTYPES, assembly_spec, meta_model_of, step_config_of, teacher_spec
 from tuner.stages import cache_root
 from tuner.train.step import StepConfig
 
 if TYPE_CHECKING:
     from tuner.model.unread import UnreadWeights
     from tuner.setup.initial import Initial
-from tuner.setup.specs import DTYPES, assembly_spec, meta_model_of, step_config_of, teacher_spec
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """What was found when a model was built: facts of its weights, as checkpoints note them, not parts of it."""
+
+    frozen_hash: Callable[[], str | None]
+    """Gives the SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not
+    hold, once it is known; of a model that several processes hold, on rank 0."""
+    weights_hash: str | None = None
+    """SHA-256 of all weights as they were built (:func:`~tuner.model.freeze.weights_hash`), where a reference is
+    computed with them."""
+    untouched: Mapping[str, Any] | None = None
+    """Of the language model of a multimodal checkpoint: what its files hold besides (numbers, bytes, SHA-256)."""
+    given: Mapping[str, Any] | None = None
+    """What `model.init_from` gave it, as checkpoints note it, and the report of that."""
+    why_apart: str | None = None
+    """Why documents do not lie end to end, where that was found when the model was proven."""
+
+    def agreed_frozen_hash(self) -> str | None:
+        """The hash of the frozen weights, which rank 0 takes, on every rank. Collective."""
+        return Collective(gloo_group()).on_rank0(self.frozen_hash)
+
+
+class Built(NamedTuple):
+    """A model as a training begins with it, and what is known of its weights."""
+
+    root: CausalLM
+    facts: WeightFacts
+
 
 _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
@@ -47,7 +77,7 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, Step
     if device.type == "cpu":
         keep_freed_memory(resolved.facts.free_bytes // 2)
     else:
-        from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
+        from tuner.model.fastest import use_flash_version  # with the kernels of GPUs
 
         cache = resolved.recipe.data.cache_dir
         place = cache_root() if cache is None else Path(cache)

@@ -68,7 +68,7 @@ def require_precision(precision: str, facts: DeviceFacts) -> None:
         )
 
 
-def float8_reason(train: TrainSection, model: PreTrainedModel) -> dict[str, str]:
+def fp8_reason(train: TrainSection, model: PreTrainedModel) -> dict[str, str]:
     """Which layers of a model multiply in fp8, where that is computed in. Raises RecipeError where none can."""
     if train.precision != "fp8":
         return {}

@@ -90,7 +90,7 @@ def _whole(root: CausalLM) -> AbstractContextManager[None]:
     """Within, the weights are as they are trained, where processes gather them in another type."""
     if not torch.distributed.is_initialized():
         return nullcontext()
-    from tuner.parallel.gathers import as_trained
+    from tuner.parallel.fsdp import as_trained
 
     return as_trained(root)
 

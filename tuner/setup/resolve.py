@@ -8,22 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tuner.config.dump import recipe_dict
+from tuner.config.load import recipe_dict
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_stochastically
 from tuner.config.recipe import LowRankAdapter, ParallelSection, PeftAdapter, Recipe
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import (
-    ModelSpec,
-    dropouts_of,
-    generation_config,
-    is_part,
-    meta_model,
-    model_config,
-    position_limit,
-)
+from tuner.model import build
+from tuner.model.build import ModelSpec
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.own_class import code_facts, register
@@ -34,26 +27,12 @@ from tuner.runtime.device import TO_COMPILE, DeviceFacts, compiler_problem, devi
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import host_memory
 from tuner.runtime.process import device_index
-from tuner.setup.precision import (
-    Numerics,
-    float8_reason,
-    frozen_dtype,
-    kernels_problem,
-    precision_for,
-    require_precision,
-)
-from tuner.setup.settled import (
-    WITHOUT_PREDICTION,
-    changed,
-    copy_on_each_machine,
-    in_groups,
-    rows_at_once,
-    sharing,
-    value_of,
-)
+from tuner.setup import settled
+from tuner.setup.precision import Numerics, fp8_reason, frozen_dtype, kernels_problem, precision_for, require_precision
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
+
 
 SMALL_MODEL_PARAMETERS = 500_000_000
 
@@ -119,11 +98,11 @@ def resolve(
     is_here = facts is None
     facts = facts or device_facts(recipe.train.device, device_index(rank_info))
     spec = model_spec(recipe, new_ids)
-    config = model_config(spec)
-    meta = meta_model(config, torch.float32, spec.head)
+    config = build.model_config(spec)
+    meta = build.meta_model(config, torch.float32, spec.head)
     require_axes(recipe.parallel, meta)
     n_parameters = sum(p.numel() for p in meta.parameters())
-    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train, meta)
+    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | fp8_reason(recipe.train, meta)
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -132,7 +111,7 @@ def resolve(
             reasons[f"{section}.{key}"] = reason
 
     settle("train", "device", facts.kind, facts.name)
-    for key, value in WITHOUT_PREDICTION.items():
+    for key, value in settled.WITHOUT_PREDICTION.items():
         settle("train", key.removeprefix("train."), value, "cpu" if facts.kind == "cpu" else "not predicted")
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
@@ -146,7 +125,7 @@ def resolve(
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here, no_triton))
     if facts.kind == "cuda":
-        from tuner.model.flash_versions import kernel_and_reason  # with the kernels of GPUs
+        from tuner.model.fastest import kernel_and_reason  # with the kernels of GPUs
 
         reasons["attention"] = kernel_and_reason(config, facts.generation, precision, is_here)
     settle("optimizer", "lr", *_default_lr(recipe, n_parameters))
@@ -161,11 +140,11 @@ def resolve(
     if spec.head == "score":
         values.setdefault("eval", {})["samples"] = 0  # it writes no answers
     settle("data", "too_long", recipe.method.examples.too_long, recipe.method.examples.kind)
-    done = changed(recipe, {f"{section}.{key}": each[key] for section, each in values.items() for key in each})
+    done = settled.changed(recipe, {f"{section}.{key}": each[key] for section, each in values.items() for key in each})
     _check_numerics(done, facts)
     _check_tiles(done, config)
     _check_liger(recipe, is_here)
-    resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
+    resolved = Resolved(done, facts, config, build.generation_config(spec, config), n_parameters, reasons, new_ids)
     return _by_structure(resolved, meta)
 
 
@@ -173,7 +152,8 @@ def _shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, str]:
     """How weights are sharded where nothing is predicted, and why."""
     if recipe.parallel.replicas is not None:
         return "hybrid", "parallel.replicas"
-    return ("hybrid", "several machines") if copy_on_each_machine(recipe, rank_info) else ("full", "one machine")
+    several = settled.copy_on_each_machine(recipe, rank_info)
+    return ("hybrid", "several machines") if several else ("full", "one machine")
 
 
 def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
@@ -186,7 +166,7 @@ def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
 
 def takes_several(recipe: Recipe) -> bool:
     """Whether a micro-batch may hold several documents."""
-    return recipe.data.packs_rows or rows_at_once(recipe.train) > 1
+    return recipe.data.packs_rows or settled.rows_at_once(recipe.train) > 1
 
 
 def route_for(recipe: Recipe, model: PreTrainedModel) -> tuple[Route, str | None]:
@@ -223,12 +203,12 @@ def rerouted(resolved: Resolved, route: Route, why: str) -> Resolved:
         reasons["train.compile"] = apart
     if "data.packing" in reasons:
         reasons["data.packing"] = apart
-    return replace(resolved, recipe=changed(recipe, {"train.compile": False}), reasons=reasons, route=route)
+    return replace(resolved, recipe=settled.changed(recipe, {"train.compile": False}), reasons=reasons, route=route)
 
 
 def _trained_part(spec: ModelSpec, meta: PreTrainedModel) -> dict[str, str]:
     """What is trained of a multimodal checkpoint."""
-    if not is_part(meta):
+    if not build.is_part(meta):
         return {}
     from tuner.model.multimodal import description
 
@@ -237,7 +217,8 @@ def _trained_part(spec: ModelSpec, meta: PreTrainedModel) -> dict[str, str]:
 
 def _dropout_reason(spec: ModelSpec) -> dict[str, str]:
     """Why the model's own dropout is off, where it has some that is."""
-    dropouts = dropouts_of(model_config(replace(spec, without_dropout=False))) if spec.without_dropout else {}
+    with_them = replace(spec, without_dropout=False)
+    dropouts = build.dropouts_of(build.model_config(with_them)) if spec.without_dropout else {}
     was = ", ".join(f"{key} {value:g}" for key, value in dropouts.items())
     return {"dropout": f"the model's own is off ({was}): its reference has none"} if dropouts else {}
 
@@ -255,7 +236,7 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     quantize = quantize_of(recipe)
     if quantize is None:
         return spec
-    from tuner.model.quantize.reading import ReadingQuantizer
+    from tuner.model.quantize.layers import ReadingQuantizer
 
     return replace(spec, quantize=ReadingQuantizer(quantize))
 
@@ -318,12 +299,13 @@ def takes_mock_batch(resolved: Resolved) -> bool:
 
 def recipe_again(resolved: Resolved, values: Mapping[str, Any]) -> Recipe:
     """The recipe with other values, for what resolves it again: a later launch, or the prediction of another run."""
-    return changed(resolved.recipe, values)
+    return settled.changed(resolved.recipe, values)
 
 
 def notes(resolved: Resolved) -> dict[str, str]:
     """Why each value is what it is that was left open, for whoever reads the recipe; a launch's own with its value."""
-    own = {key: f"{value_of(resolved.recipe, key)} here, " for key in resolved.reasons if key.startswith("parallel.")}
+    parallel = [key for key in resolved.reasons if key.startswith("parallel.")]
+    own = {key: f"{settled.value_of(resolved.recipe, key)} here, " for key in parallel}
     return {key: f"{own.get(key, '')}auto: {reason}" for key, reason in resolved.reasons.items()}
 
 
@@ -410,7 +392,7 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_trit
 
 def _interpreted(recipe: Recipe, meta: PreTrainedModel) -> str | None:
     """Why layers would be left to the interpreter, or compiled in every step; None: neither."""
-    from tuner.model.outside import handing_on_counts  # where something is to be compiled
+    from tuner.model.blocks import handing_on_counts  # where something is to be compiled
 
     if sends_again(recipe):
         return "layers send tokens to their experts (parallel.expert), and are computed again (gradient_checkpointing)"
@@ -492,14 +474,14 @@ def check_division(recipe: Recipe, processes: int) -> None:
 
     ``processes`` are all of a launch, in whole groups of those that share rows.
     """
-    micro, shared = rows_at_once(recipe.train), sharing(recipe.parallel)
+    micro, shared = settled.rows_at_once(recipe.train), settled.sharing(recipe.parallel)
     sizes = (("global_batch_size", recipe.train.global_batch_size),)
     for key, rows in (*sizes, *(("batch_schedule", item.size) for item in recipe.train.batch_schedule)):
         if rows % (micro * (processes // shared)) == 0:
             continue
         numbers = range(1, min(rows, 64) + 1)
         allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
-        groups = in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
+        groups = settled.in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
         raise RecipeError(
             f"train.{key}: {rows} rows do not divide into {groups} of {micro} rows",
             hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
@@ -520,6 +502,6 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
             f"embeddings{named}",
             hint=hint,
         )
-    longest = position_limit(config)
+    longest = build.position_limit(config)
     if longest is not None and prepared.train.max_length > longest:
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config import recipe as config
-from tuner.config.duration import Duration
 from tuner.config.methods import head_of
+from tuner.config.numbers import Duration
 from tuner.config.optimizers import Optimizer
 from tuner.config.recipe import ParallelSection, Recipe
 from tuner.model.build import meta_model

@@ -20,7 +20,7 @@ from tuner.data.id_probes import text_probes
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
-from tuner.rundir.exports import version_dirs
+from tuner.rundir.checkpoints import version_dirs
 from tuner.runtime.files import read_json
 from tuner.runtime.safetensors_header import read_header
 from tuner.setup.precision import frozen_dtype

@@ -1,4 +1,11 @@
-"""The steps of a run and what is due at each: the plan, the schedule and the cadences."""
+"""The steps of a run and what is due at each: the plan, the schedule and the cadences.
+
+Where data come in portions, the rows of later ones are not known, so the tokens of a duration are counted in full rows.
+Where `train.duration` is in epochs, each portion is trained so often and the length of the run is not known: its
+schedule needs none then.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -8,16 +15,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
-from tuner.setup.portions import extent_of
 from tuner.setup.settled import rows_at_once
-from tuner.train.plan import Cadence, Plan, cadence, mark_steps
-from tuner.train.schedule import ScaledByBatch, Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
+from tuner.train import plan as planning
+from tuner.train.plan import (
+    Cadence,
+    Plan,
+    Schedule,
+    batch_sizes,
+    build_schedule,
+    mark_steps,
+    plan_steps,
+    schedule_flaws,
+)
 
 if TYPE_CHECKING:
+    from tuner.data.prepared import PackedRows
     from tuner.setup.resolve import Resolved
 
 
@@ -109,18 +125,18 @@ class Rates:
         return f"{self.written:g}" if self.highest == self.written else f"up to {self.highest:.3g} of {self.written:g}"
 
 
-def rates(resolved: "Resolved", prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
+def rates(resolved: Resolved, prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
     """The learning rate over a run; of portions whose end is not known, nothing is said of the schedule."""
     recipe, extent = resolved.recipe, extent_of(resolved, prepared.train, starts.data)
     written, limit = float(recipe.optimizer.lr), extent.limit
     if limit is None:
         return Rates(written, written, [])
-    highest = written * peak_factor(table.schedule, starts.schedule + 1, limit)
+    highest = written * planning.peak_factor(table.schedule, starts.schedule + 1, limit)
     rest = replace(table.plan, total_steps=limit - starts.schedule)
     return Rates(written, highest, schedule_flaws(recipe.schedule, rest, extent.tokens))
 
 
-def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
+def timetable(resolved: Resolved, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
     """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps after that.
 
     Of data in portions the plan is that of the rows that are there; what is due when, and the learning rate, are those
@@ -134,7 +150,7 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
         raise RecipeError(f"train.duration: no steps of {limit} are left", hint="lengthen it")
 
     def due(every: Sequence[Duration] | None) -> Cadence:
-        return cadence(_known(every, limit), whole, tokens)
+        return planning.cadence(_known(every, limit), whole, tokens)
 
     kept = due(recipe.checkpoint.keep_every)
     marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens) | ({0} if recipe.checkpoint.at_start else set())
@@ -169,7 +185,91 @@ def run_schedule(
     start = starts.schedule
     rest = replace(plan, total_steps=max(1, plan.total_steps - start))
     found: Schedule = build_schedule(recipe.schedule, rest if start else plan, row_tokens)
-    found = StartedLater(found, start) if start else found
+    found = planning.StartedLater(found, start) if start else found
     if plan.sizes is None or not recipe.train.batch_scales_lr:
         return found
-    return ScaledByBatch(found, plan.sizes, starts.data)
+    return planning.ScaledByBatch(found, plan.sizes, starts.data)
+
+
+@dataclass(frozen=True)
+class PortionPlans:
+    """The plans of the portions of a run's data."""
+
+    resolved: Resolved
+
+    @property
+    def limit(self) -> int | None:
+        """The steps after which the run ends whatever portions are left; None where its portions decide."""
+        return None if self.resolved.recipe.has_open_end else self.full.total_steps
+
+    @property
+    def passes(self) -> int | None:
+        """How often the run goes over all portions; None: as often as its steps want."""
+        portions = self.resolved.recipe.data.portions
+        return 1 if portions is None else portions.passes_in(self.resolved.recipe.train.duration)
+
+    @property
+    def full(self) -> Plan:
+        """The plan of a run whose rows are all full."""
+        train = self.resolved.recipe.train
+        rows = np.full(train.global_batch_size, int(self.resolved.recipe.data.max_length), dtype=np.int64)
+        return plan_steps(train.duration, rows, train.global_batch_size)
+
+    def plan(self, rows: int, first_step: int) -> Plan:
+        """That of a portion of so many rows that begins after ``first_step`` steps; its steps count from the run's."""
+        train, limit = self.resolved.recipe.train, self.limit
+        batch, duration = train.global_batch_size, train.duration
+        per_epoch = math.ceil(rows / batch)
+        # An epoch is one of a portion by itself, or a pass over all, which comes to it once.
+        epochs = duration.count / (self.passes or 1)
+        steps = math.ceil(epochs * per_epoch) if duration.unit == "epochs" else per_epoch
+        last = first_step + steps if limit is None else min(first_step + steps, limit)
+        return Plan(rows, batch, per_epoch, last)
+
+    def check(self) -> None:
+        """Raise RecipeError where the model at the start would be asked about portions that come later."""
+        portions = self.resolved.recipe.data.portions
+        if portions is not None and getattr(self.resolved.recipe.method, "reference", None) == "columns":
+            raise RecipeError(
+                f"data.{portions.noun}s: the reference's columns are computed before the first step, for all data",
+                hint=f"train an adapter, with method.reference: adapter_off, or remove data.{portions.noun}s",
+            )
+
+    def words(self, plan: Plan, first_step: int) -> str:
+        """The plan of a portion that begins after ``first_step`` steps, for people."""
+        limit = self.limit
+        rows = f"{plan.rows:,} row{'s' if plan.rows != 1 else ''} / {plan.global_batch_size}"
+        steps = f"steps {first_step + 1:,} to {plan.total_steps:,}"
+        return f"{rows} = {steps}" + ("" if limit is None else f" of at most {limit:,}")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a run is, as far as that is known."""
+
+    plan: Plan
+    """The steps on the rows that are there; they count from the run's."""
+    whole: Plan
+    """Those of the whole run, by which its schedule and cadences go."""
+    tokens: npt.NDArray[np.int64]
+    """Of each row of ``whole``."""
+    limit: int | None
+    """The step with which the run ends; None where later portions decide."""
+
+    @property
+    def longest(self) -> Plan:
+        """The whole run; where its end is not known, no step is known to be too late."""
+        return self.whole if self.limit is not None else replace(self.whole, total_steps=2**53)
+
+
+def extent_of(resolved: Resolved, rows: PackedRows, first_step: int) -> Extent:
+    """The extent of a resolved run over such rows; those of a portion begin after ``first_step`` steps."""
+    recipe = resolved.recipe
+    if recipe.data.portions is None:
+        sizes = batch_sizes(recipe.train, rows.tokens_per_row)
+        plan = plan_steps(recipe.train.duration, rows.tokens_per_row, recipe.train.global_batch_size, sizes)
+        return Extent(plan, plan, rows.tokens_per_row, plan.total_steps)
+    plans = PortionPlans(resolved)
+    plan, limit = plans.plan(len(rows), first_step), plans.limit
+    whole = replace(plans.full, total_steps=limit or plan.total_steps)
+    return Extent(plan, whole, np.full(whole.rows, int(recipe.data.max_length), dtype=np.int64), limit)

@@ -17,7 +17,7 @@ from tuner.runtime.files import machine_errors, opened
 from tuner.stages import url_of
 from tuner.stores.client import Client
 from tuner.stores.commit import FILES, Commit
-from tuner.stores.download import IN_FLIGHT, GoneError
+from tuner.stores.transfer import IN_FLIGHT, GoneError
 
 BLOCKS, STORED = ".blocks", "store.json"
 """Next to a file that is sparse: the SHA-256 of each of its blocks, 32 bytes each, and the commit that it is of."""

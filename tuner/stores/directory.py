@@ -7,11 +7,13 @@ a commit and then its data finds them, or finds a newer commit.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,10 @@ from weakref import WeakSet
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
-from tuner.stores.bring import Bringing
-from tuner.stores.client import Client
-from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key, read_commit
-from tuner.stores.download import GoneError
-from tuner.stores.lease import Lease, lives_here, read_lease
-from tuner.stores.stage import StageState, entries, safe_link, state_path
-from tuner.stores.upload import SNAPSHOT_BYTES, StageSnapshot, open_file, upload
+from tuner.stores.client import Client, Version
+from tuner.stores.commit import COMMITS, FILES, LEASE, Commit, StoredFile, commit_key, read_commit
+from tuner.stores.stage import Bringing, StageState, entries, safe_link, state_path
+from tuner.stores.transfer import SNAPSHOT_BYTES, GoneError, OpenFile, StageSnapshot, open_file, upload
 
 KEPT_COMMITS = 2
 """The newest and the one before it, which a reader may be in the middle of."""
@@ -46,8 +45,7 @@ class StoreDirectory:
         self.url = client.url
         self.set_aside: Path | None = None
         """Where the last fetch has moved what was changed in the stage and is not of the commit."""
-        self._client = client
-        self._local = frozenset(local)
+        self._client, self._local = client, frozenset(local)
         self._lease: Lease | None = None
         self._last: Commit | None = None
         """Under the lease: the commit that the next one follows."""
@@ -274,3 +272,177 @@ class StoreDirectory:
         self._client.delete([commit_key(number) for number in numbers[:-KEPT_COMMITS]])
         self._client.delete(sorted(named - kept))
         return kept
+
+
+TTL_SECONDS = 60.0
+RENEWALS = 4
+"""How often in that time it is renewed."""
+
+
+def process_of(pid: int) -> str:
+    """A process by its id and when the machine started it, so that a later one of that id is another; else empty."""
+    with suppress(OSError, IndexError):
+        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return ""
+
+
+def place_of(stage: Path) -> str:
+    """This machine since it was started, and the stage on it: where a lock that is free means that nobody trains."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {stage.absolute()}"
+    return f"{socket.gethostname()} {stage.absolute()}"
+
+
+class Lease:
+    """A lease on the directory of a client, as a context manager: taken at the start, renewed by a thread, released.
+
+    It is one object, renewed over its last version, so that the store decides, and no two clocks are compared. Who
+    finds another's lease waits until it has not been renewed for :data:`TTL_SECONDS` of his own monotonic clock, and
+    takes it then; one whose process was on this machine and is gone (its lock on the stage is free) is taken at once.
+    It is not what keeps two writers apart, only what tells them early: that is the number of a commit, which the store
+    gives away once.
+
+    `lock_is_free` says that this process holds the stage's own lock, so that no other process of this machine has it.
+    `on_wait` is called once, with a sentence, where another's lease has to run out first. Entering raises MachineError
+    where another launch holds it and renews it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        stage: Path,
+        lock_is_free: bool,
+        on_wait: Callable[[str], None] | None = None,
+        on_taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.owner = str(uuid.uuid4())
+        self.taken_by: str | None = None
+        """Who has taken it over, once that is known."""
+        self.number = 0
+        """The highest commit that is known; whoever reads the lease need not list."""
+        self._client, self._place, self._lock_is_free = client, place_of(stage), lock_is_free
+        self._on_wait, self._on_taken = on_wait, on_taken
+        self._mutex, self._stop = threading.Lock(), threading.Event()
+        self._epoch = self._beat = 0
+        self._version: Version | None = None
+        self._thread = threading.Thread(target=self._renewing, name="store lease", daemon=True)
+
+    def check(self) -> None:
+        """Raise MachineError where another launch has taken the directory over."""
+        if self.taken_by is not None:
+            taken = f"another launch, {self.taken_by}, has taken {self._client.url} over"
+            raise MachineError(taken, hint="what this one did is in its stage; let that one run, or stop it and resume")
+
+    def renew(self, number: int | None = None) -> None:
+        """Renew it now, with the number of a commit that was made. Raises MachineError where that cannot be done."""
+        with self._mutex:
+            self.check()
+            self.number = self.number if number is None else number
+            for _ in range(3):
+                if self._put(self._version):
+                    return
+                # Another's; or a put of its own that was taken for failed; or none, since somebody removed it.
+                document, self._version = self._client.get(LEASE) or (b"", None)
+                facts = facts_of(document)
+                if self._version is not None and facts["owner"] != self.owner:
+                    self.taken_by = _holder(facts)
+                    self.check()
+        raise MachineError(f"{self._client.url}: its lease cannot be renewed")
+
+    def __enter__(self) -> Lease:
+        seen, since = b"", time.monotonic()
+        while True:
+            document, version = self._client.get(LEASE) or (b"", None)
+            document, facts = document or b"-", facts_of(document)
+            free = version is None or facts["released"] or (self._lock_is_free and facts["place"] == self._place)
+            if free or (seen and time.monotonic() - since > TTL_SECONDS):
+                self._epoch, self.number = facts["epoch"] + 1, facts["number"]
+                if self._put(version):
+                    break
+            elif seen not in (b"", document):
+                in_use = f"{self._client.url} is in use by another launch, {_holder(facts)}"
+                raise MachineError(in_use, hint="wait for it, stop it, or choose another output_dir")
+            elif not seen:
+                seen, since = document, time.monotonic()
+                if self._on_wait is not None:
+                    self._on_wait(f"waiting up to {TTL_SECONDS:.0f} s for the lease of {_holder(facts)} to run out")
+            if not free:
+                time.sleep(TTL_SECONDS / 20)
+        self._thread.start()
+        try:
+            self._on_taken()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self.taken_by is None:
+            with suppress(MachineError):  # it runs out by itself
+                self._put(self._version, released=True)
+
+    def _put(self, version: Version | None, released: bool = False) -> bool:
+        """Put this lease over a version; whether it is there now."""
+        self._beat += 1
+        facts = {
+            "owner": self.owner, "host": socket.gethostname(), "pid": os.getpid(), "process": process_of(os.getpid()),
+            "place": self._place, "epoch": self._epoch, "beat": self._beat, "number": self.number,
+            "released": released,
+        }  # fmt: skip
+        document = json.dumps(facts, sort_keys=True).encode()
+        found = self._client.settle(LEASE, document, version)
+        if found is None or found[0] != document:
+            return False
+        self._version = found[1]
+        return True
+
+    def _renewing(self) -> None:
+        while not self._stop.wait(TTL_SECONDS / RENEWALS) and self.taken_by is None:
+            with suppress(MachineError):  # a store that does not answer: the next one may do; a lost lease is kept
+                self.renew()
+
+
+def read_lease(client: Client) -> dict[str, Any]:
+    """What the lease of a directory says, as :func:`facts_of` has it. Raises MachineError."""
+    return facts_of((client.get(LEASE) or (b"", None))[0])
+
+
+def lives_here(facts: dict[str, Any], stage: Path) -> bool:
+    """Whether the lease's holder is a living process that has this very stage."""
+    mine = facts["place"] == place_of(stage) and not facts["released"]
+    return mine and process_of(int(facts["pid"])) == facts["process"]
+
+
+def facts_of(document: bytes) -> dict[str, Any]:
+    """What a lease says; one that is damaged says nothing, and runs out like any other."""
+    facts: Any = None
+    with suppress(ValueError):
+        facts = json.loads(document)
+    nothing = {"owner": "", "host": "unknown", "pid": 0, "process": "", "place": "", "epoch": 0, "number": 0}
+    return {**nothing, "released": False, **(facts if isinstance(facts, dict) else {})}
+
+
+def _holder(facts: dict[str, Any]) -> str:
+    return f"{facts['host']} pid {facts['pid']}"
+
+
+def find_entry(client: Client) -> Commit | None:
+    """The one commit of a directory that never changes; None where it is not published. Raises as :func:`read_commit`.
+    """
+    return read_commit(client, 1)
+
+
+def publish_entry(client: Client, files: Iterable[OpenFile], note: Mapping[str, Any]) -> Commit:
+    """Publish a directory that never changes, once, under no lease: the commit that is there then, own or another's.
+
+    It has one commit, number 1, put only where none is. Who makes the same thing at the same time, on any machine,
+    finds that commit in place of his own, and removes what he has uploaded. Raises MachineError, DataError.
+    """
+    document = Commit(1, str(uuid.uuid4()), "", upload(client, files), note).document()
+    there = client.settle(commit_key(1), document, None)
+    assert there is not None, "an object that is wanted where none is, is there in the end"
+    commit = Commit.read(f"{client.url}/{commit_key(1)}", there[0])
+    client.delete([key for key in client.names(FILES) if key not in commit.data])
+    return commit

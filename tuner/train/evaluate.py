@@ -80,13 +80,8 @@ class Totals:
 
 @torch.no_grad()
 def term_means(
-    root: CausalLM,
-    step_config: StepConfig,
-    method: Method,
-    batches: GlobalBatches,
-    held: HeldOut,
-    between: Callable[[], None],
-    routing: HeldOutRouting | None = None,
+    root: CausalLM, step_config: StepConfig, method: Method, batches: GlobalBatches, held: HeldOut,
+    between: Callable[[], None], routing: HeldOutRouting | None = None,
 ) -> tuple[Evaluation, list[Evaluation]]:
     """The method's means over all rows, and over those of each source, every process taking its share. Collective.
 
@@ -253,13 +248,8 @@ def held_out(rows: PackedRows, documents: Sequence[int], paths: Sequence[str]) -
 
 @torch.no_grad()
 def evaluate(
-    root: CausalLM,
-    step_config: StepConfig,
-    held: HeldOut,
-    micro_batch_size: int,
-    max_rows: int | None,
-    between: Callable[[], None] = lambda: None,
-    by_terms: ByTerms | None = None,
+    root: CausalLM, step_config: StepConfig, held: HeldOut, micro_batch_size: int, max_rows: int | None,
+    between: Callable[[], None] = lambda: None, by_terms: ByTerms | None = None,
 ) -> Evaluation:
     """Mean losses over the held-out rows, every process taking its share in one pass. Collective.
 
@@ -318,9 +308,7 @@ def _routing(root: CausalLM, step_config: StepConfig) -> HeldOutRouting | None:
 
 
 def answer_samples(
-    state: TrainState,
-    samples: Sequence[PreparedSample],
-    tokenizer: TextTokenizer,
+    state: TrainState, samples: Sequence[PreparedSample], tokenizer: TextTokenizer,
     between: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Greedy answers to held-out prompts. Collective: every rank decodes the same prompts, all of them together.

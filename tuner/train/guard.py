@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tuner.config.recipe import TrainSection
-
-if TYPE_CHECKING:
-    from tuner.train.step_parts import Overflow
+from tuner.train.step_parts import Overflow
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from tuner.runtime import host
-from tuner.runtime.page_lock import page_lock
+from tuner.runtime.host import page_lock
 from tuner.train.moments import AVERAGES, FlaggedOptimizer
 
 # Copies between a device and a few buffers of the host's memory, each way on a stream of its own.
@@ -182,7 +182,9 @@ class HostAdamW(FlaggedOptimizer):
         if divisor == 0.0:
             return
         scale = None if self.grad_scale is None else torch.tensor(divisor)
-        gradients = self._gradients()
+        # Each lies as its parameter does; queued before anything is fetched.
+        there = {p: p.grad for p in self.parameters if p.grad is not None}
+        gradients = {p: g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in there.items()}
         given = [[piece for piece in bucket if piece.parameter in gradients] for bucket in self._buckets]
         turns = [(pieces, self._link.slots[n % SLOTS]) for n, pieces in enumerate(filter(None, given))]
         self._link.begin()
@@ -197,11 +199,6 @@ class HostAdamW(FlaggedOptimizer):
         self._link.end()
         for parameter in gradients:
             self.state[parameter]["step"] += 1
-
-    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients that there are, each lying as its parameter does; queued before anything is fetched."""
-        found = {p: p.grad for p in self.parameters if p.grad is not None}
-        return {p: g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in found.items()}
 
     def _divisor(self) -> float:
         """What gradients are divided by, 0 for a step that is left out: the one thing that the host reads."""

@@ -41,10 +41,8 @@ class RowLengths:
         edges = edges[edges <= length] if self.truncate else edges
         document = np.searchsorted(ends, edges)
         return Row(
-            input_ids=row.input_ids[: edges[-1]],
-            trained=row.trained[: edges[-1]],
-            lengths=np.diff(edges, prepend=0).astype(np.int32),
-            documents=row.documents[document],
+            input_ids=row.input_ids[: edges[-1]], trained=row.trained[: edges[-1]],
+            lengths=np.diff(edges, prepend=0).astype(np.int32), documents=row.documents[document],
             columns={name: values[document] for name, values in row.columns.items()},
         )
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from tuner.config.duration import StepRange, is_among
+from tuner.config.numbers import StepRange, is_among
+from tuner.train.plan import Schedule
 from tuner.train.prefetcher import BatchSource
 from tuner.train.progress import Progress
-from tuner.train.schedule import Schedule
 from tuner.train.step import TrainState, optimizer_step, skip_step
 from tuner.train.tasks import TakenStep, Tasks
 

@@ -29,6 +29,8 @@ BLOCK = 256
 LEAST_NUMBERS, LEAST_WIDTH = 4096, 16
 """Numbers of a matrix, and of a row, from which on its moments are coded: below, scales take what codes save."""
 _DECADES = 7
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Numbers that plain torch takes at a time: about 80 bytes of temporary memory each."""
 _LEAST_EXPONENT = -24
 """All numbers below 2 to this power have the code of zero, or of the smallest value."""
 CELL_BITS = 16

@@ -47,14 +47,9 @@ class OptimizerSet:
     """The learning rate of the main group at a factor of 1."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        held: Mapping[str, torch.Tensor],
-        optimizers: Sequence[torch.optim.Optimizer | OwnOptimizer],
-        takes_flag: bool,
-        peak_lr: float,
-        on_host: HostAdamW | None = None,
-        of_rows: RowAdamW | None = None,
+        self, parameters: Mapping[str, nn.Parameter], held: Mapping[str, torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer | OwnOptimizer], takes_flag: bool, peak_lr: float,
+        on_host: HostAdamW | None = None, of_rows: RowAdamW | None = None,
     ) -> None:
         self._parameters, self._held = dict(parameters), dict(held)
         self._optimizers = tuple(optimizers)
@@ -152,12 +147,8 @@ class OptimizerSet:
 
 
 def build_optimizer(
-    section: sections.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    outer: Set[str] = frozenset(),
-    embeddings: Set[str] = frozenset(),
-    seed: int = 0,
-    touched: Mapping[str, TouchedRows] = MappingProxyType({}),
+    section: sections.Optimizer, parameters: Mapping[str, nn.Parameter], outer: Set[str] = frozenset(),
+    embeddings: Set[str] = frozenset(), seed: int = 0, touched: Mapping[str, TouchedRows] = MappingProxyType({}),
 ) -> OptimizerSet:
     """The optimizer of a resolved recipe over the parameters that are trained.
 

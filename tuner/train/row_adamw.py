@@ -1,23 +1,103 @@
-"""AdamW of the rows of an embedding that a step touches; all others, and their moments, keep their bits.
+"""Embeddings of which a step updates the rows that it touches; all others, and their moments, keep their bits.
 
-A row's moments decay, and its weights do, in the updates that touch it and in no others: nothing is caught up. Its bias
-is corrected by the number of its own updates, not of the run's: after k of them its moments are averages of k gradients
-from zero, whose sum of weights is 1 - beta^k. By the run's count a row whose token comes late would take its first step
+All processes agree on which rows there are and add up what each has of their gradients. A row's moments decay, and its
+weights do, in the updates that touch it and in no others: nothing is caught up. Its bias is corrected by the number of
+its own updates, not of the run's: after k of them its moments are averages of k gradients from zero, whose sum of
+weights is 1 - beta^k. By the run's count a row whose token comes late would take its first step
 (1 - beta1) / sqrt(1 - beta2) times as large as an early one. A row that every update touches is updated as by AdamW
 (Loshchilov & Hutter 2019); with sparse gradients and without decay this is the lazy Adam of torch.optim.SparseAdam but
 for that count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer, Optimizer, RowOptimizer
 from tuner.model.touched_rows import TouchedRows
-from tuner.runtime.device import target
-from tuner.train.adamw_update import CHUNK
-from tuner.train.moments import FlaggedOptimizer, zero_averages
+from tuner.parallel.mesh import Mesh
+from tuner.runtime.device import target, to_device
+from tuner.train.moments import CHUNK, FlaggedOptimizer, zero_averages
+from tuner.train.step_parts import StepForwards, StepPart
+
+
+class RowGradients(StepPart):
+    """Of embeddings by their parameters' names. A parameter that is here has no gradient of its own."""
+
+    def __init__(self, touched: Mapping[str, TouchedRows], mesh: Mesh, device: torch.device) -> None:
+        self._touched, self._mesh, self._device = dict(touched), mesh, device
+
+    def owns(self, name: str) -> bool:
+        """Of each embedding that is here."""
+        return name in self._touched
+
+    def before_forward(self, step: StepForwards) -> None:
+        """Begin a step in which this process looks up the tokens of its batches."""
+        self.begin(batch.input_ids for batch in step.batches.micro)
+
+    def begin(self, input_ids: Iterable[npt.NDArray[np.int64]]) -> None:
+        """Begin a step in which this process looks up these tokens. Collective where there are several processes.
+
+        Raises ValueError for more of them than there is room for.
+        """
+        ids = np.concatenate([part.reshape(-1) for part in input_ids])
+        for touched in self._touched.values():
+            if len(ids) * self._mesh.data_size > touched.most:
+                room = touched.most // self._mesh.data_size
+                raise ValueError(f"{len(ids)} tokens are looked up in a step, and there is room for {room}")
+            mask = np.zeros(touched.embedding.num_embeddings, dtype=np.uint8)
+            mask[ids] = 1
+            if (padding := touched.embedding.padding_idx) is not None:
+                mask[padding] = 0  # its gradient is none's
+            present = to_device(mask, self._device)
+            if self._mesh.size > 1:
+                dist.all_reduce(present, op=dist.ReduceOp.MAX)
+            touched.begin(present)
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Add up what processes have of the same rows, once a step's backward passes are done. Collective.
+
+        Those that hold other rows of one copy have added up all processes' gradients of them already.
+        """
+        if self._mesh.size == 1:
+            return
+        for touched in self._touched.values():
+            gradient, weight = _gradient(touched), touched.embedding.weight
+            if not isinstance(weight, DTensor):
+                dist.all_reduce(gradient)
+            elif weight.device_mesh.ndim > 1:
+                dist.all_reduce(gradient, group=weight.device_mesh.get_group(0))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients ``[room, D]`` of what the step touches, each row once; they lie as their parameters do."""
+        return {name: _as_weight(touched) for name, touched in self._touched.items() if touched.rows is not None}
+
+    def gradient_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Also what says which rows the gradients are of."""
+        indices = ((name, index) for name, touched in self._touched.items() for index in touched.indices)
+        return [*super().gradient_tensors(), *indices]
+
+
+def _gradient(touched: TouchedRows) -> torch.Tensor:
+    """The gradient by rows; zeros where no backward pass of this process got there."""
+    if touched.gradient is None:
+        weight = touched.embedding.weight
+        touched.gradient = weight.new_zeros(touched.room, weight.shape[1], requires_grad=False)
+    return touched.gradient
+
+
+def _as_weight(touched: TouchedRows) -> torch.Tensor:
+    gradient, weight = _gradient(touched), touched.embedding.weight
+    if not isinstance(weight, DTensor):
+        return gradient
+    return DTensor.from_local(gradient, weight.device_mesh, weight.placements, run_check=False)
+
 
 UPDATES = "row_updates"
 """The moment that counts the updates of each row, float32 ``[V]``."""
@@ -68,11 +148,7 @@ class RowAdamW(FlaggedOptimizer):
             self._update_some(weight, state, chosen, gradient[start : start + size], group)
 
     def _update_some(
-        self,
-        weight: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        chosen: torch.Tensor,
-        gradient: torch.Tensor,
+        self, weight: torch.Tensor, state: dict[str, torch.Tensor], chosen: torch.Tensor, gradient: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
         """Update the rows ``chosen``, int64 ``[n]``, with their gradients ``[n, D]``.
@@ -93,7 +169,7 @@ class RowAdamW(FlaggedOptimizer):
         root = (1 - beta2**count).sqrt().float().unsqueeze(1)
         average = state["exp_avg"].index_select(0, rows).mul_(beta1).add_(gradient * (1 - beta1))
         square = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
-        size = square.double().sqrt().float().div_(root).add_(group["eps"])  # adamw_update.py says why in double
+        size = square.double().sqrt().float().div_(root).add_(group["eps"])  # compact_adamw.py says why in double
         there = weight.index_select(0, rows)
         new = (there * (1 - group["lr"] * group["weight_decay"])).sub_(average.div(size).mul_(rate))
         weight.index_copy_(0, rows, torch.where(keep, new, there))
@@ -102,9 +178,7 @@ class RowAdamW(FlaggedOptimizer):
 
 
 def row_adamw(
-    section: Optimizer,
-    groups: Sequence[dict[str, Any]],
-    items: Mapping[str, RowOptimizer],
+    section: Optimizer, groups: Sequence[dict[str, Any]], items: Mapping[str, RowOptimizer],
     touched: Mapping[torch.Tensor, TouchedRows],
 ) -> RowAdamW:
     """The row-wise AdamW of a resolved recipe; ``groups`` have the settings that the ``items`` of names leave open."""

@@ -114,7 +114,8 @@ class ShardedAdafactor(ShardedOptimizer):
         """The mean of all squares of each matrix ``[..., 1]``: that of its columns, as of its rows."""
         columns = [self.state[parameter]["exp_avg_sq_col"] for parameter in parameters]
         found = {p: own.mean(dim=-1, keepdim=True) for p, own in zip(parameters, columns, strict=True)}
-        split = [number for number, layout in enumerate(layouts) if _is_split(layout, len(layout.shape) - 1)]
+        lasts = [len(layout.shape) - 1 for layout in layouts]
+        split = [n for n, one in enumerate(layouts) if any(cut.dim == lasts[n] for cut in one.splits)]
         sums, of = [columns[number].sum(dim=-1, keepdim=True) for number in split], [layouts[n] for n in split]
         for number, total in zip(split, added_up(sums, of, [len(one.shape) - 1 for one in of]), strict=True):
             found[parameters[number]] = total / layouts[number].shape[-1]
@@ -154,10 +155,6 @@ def _added_up(squares: Sequence[_Squares]) -> list[_Squares]:
     sums = added_up([*(one.of_rows for one in squares), *(one.of_columns for one in squares)], layouts * 2, dims)
     pairs = zip(layouts, sums[: len(layouts)], sums[len(layouts) :], strict=True)
     return [_Squares(layout, rows, columns) for layout, rows, columns in pairs]
-
-
-def _is_split(layout: ShardLayout, dim: int) -> bool:
-    return any(split.dim == dim for split in layout.splits)
 
 
 def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

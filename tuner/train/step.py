@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from tuner.data.batches import Batch, StepBatches, without_targets
 from tuner.model.build import decoder_blocks
 from tuner.model.output_layer import Objective, Result, no_objective
 from tuner.model.root import CausalLM
+from tuner.model.row_layout import Positions
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
@@ -27,9 +28,6 @@ from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
 from tuner.train.step_parts import NoLossScale, SaveFence, StepForwards, StepPart
-
-if TYPE_CHECKING:
-    from tuner.model.cut import Positions
 
 Kind = TypeVar("Kind", bound=StepPart)
 
@@ -350,7 +348,7 @@ def _on_device(batch: Batch, at: npt.NDArray[np.int64], step_config: StepConfig)
     return Microbatch(ids, places, batch.lengths, positions_of(at, step_config), wanted)
 
 
-def positions_of(at: npt.NDArray[np.int64], step_config: StepConfig) -> "Positions":
+def positions_of(at: npt.NDArray[np.int64], step_config: StepConfig) -> Positions:
     """Positions as the model takes them: where rows are cut, on the host, which then knows what is sent to whom."""
     return at if step_config.mesh.sequence > 1 else to_device(at, step_config.device)
 

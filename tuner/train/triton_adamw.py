@@ -1,6 +1,6 @@
 """The step of AdamW in Triton: a program works on a few blocks of a parameter; each number is read and written once.
 
-Operations are rounded one by one, none is fused with another: the same bits as `train/adamw_update.py` in plain torch.
+Operations are rounded one by one, none is fused with another: the same bits as `train/compact_adamw.py` in plain torch.
 Imported where it is launched alone: Triton is not installed everywhere.
 """
 
@@ -8,15 +8,10 @@ Imported where it is launched alone: Triton is not installed everywhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 from triton import language as tl
 
-from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL
-
-if TYPE_CHECKING:
-    from tuner.train.moments import MomentPart, Step
+from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, MomentPart, Step
 
 BLOCKS = 4
 """Of a program."""

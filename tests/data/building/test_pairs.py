@@ -10,13 +10,14 @@ from tests.data import pairs, tiny
 from tests.data.pairs import UNPAIRED, said, spec
 from tuner.data.batches import IGNORED, GlobalBatches, collate
 from tuner.data.building.bins import pack
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.report import report_lines
 from tuner.data.building.rows import partners
 from tuner.data.encoding.encode import Encoder
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
-from tuner.data.reading.records import Pair, parse_compared
+from tuner.data.reading.examples import Pair
+from tuner.data.reading.records import parse_compared
 from tuner.errors import DataError
 
 Document = tuple[tuple[int, ...], tuple[bool, ...]]

@@ -21,13 +21,12 @@ from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import apart
-from tuner.data.building.encoded import record_batches
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
 from tuner.data.building.report import pace, report_lines, warnings_of
 from tuner.data.building.spec import keys_of, prepare_spec
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
-from tuner.data.prepared import PackedRows, open_prepared, open_stream
+from tuner.data.prepared import PackedRows, open_prepared, open_stream, record_batches
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.console import Console
 
@@ -435,9 +434,7 @@ def test_short_last_pieces_are_in_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_texts_of_a_source_go_without_the_end_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
-) -> None:
+def test_texts_of_a_source_go_without_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 0 if fast else 1 << 60)
     texts = [[f"hello world {name} {i}" for i in range(3)] for name in "ab"]
     paths = [tiny.write_rows(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i]]) for i in (0, 1)]

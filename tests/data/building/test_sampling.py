@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.data.building import sampling
 from tuner.data.building.encoded import digest
 from tuner.data.building.sampling import copies, distinct, hold_out, shared

@@ -1,4 +1,7 @@
-"""Chats that no one text of the template has exact masks for: each answer becomes a document, as it is prompted for."""
+"""Chats that no one text of the template has exact masks for: each answer becomes a document, as it is prompted for.
+
+And the token that ends an assistant's turn, where others stand next to it.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 from tests.data import families, tiny
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
-from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.place import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.records import parse_record
@@ -302,3 +305,54 @@ def test_calls_are_text_where_the_template_reads_them_only_next_to_documents() -
     ((ids, trained),) = documents(batch)
     said = tokenizer.decode(np.array(ids)[trained].tolist())
     assert said.startswith('{"name": "Oslo"') and said.endswith('"city": "Rome"}}<|im_end|>')
+
+
+ENDINGS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("ends.json").read_text(encoding="utf-8"))
+"""Templates with other tokens beside the one that ends a turn, the tokenizer's own end, and how an answer ends.
+
+The end-of-turn token, as the tokenizer names it or not, may come after a token that closes the answer. What comes next
+is a header, which is not the model's.
+"""
+CLOSED = families.TEMPLATES["closed"]
+
+
+def ending(name: str) -> TextTokenizer:
+    case = ENDINGS[name]
+    specials = ("</answer>", "<|end|>", "<|begin|>")
+    return tiny.with_tokens(case["template"], specials, eos_token=case["eos"], bos_token="<|begin|>")
+
+
+def test_the_last_answers_own_end_is_the_one_at_which_generation_stops() -> None:
+    """Where more follows, gpt-oss writes another token, which also stands between its thoughts and the answer."""
+    template = CLOSED.replace("ANSWER", "{{ m.content }}{{ '<|end|>' if loop.last else '<|im_end|>' }}")
+    tokenizer = tiny.with_tokens(template, ("<|end|>",), eos_token="<|end|>")
+    assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|end|>"]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_end_of_turn_is_trained_whatever_stands_before_it(name: str) -> None:
+    tokenizer, end = ending(name), ENDINGS[name]["end"]
+    batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("a", "b", "c", "d"))])
+    edges = np.flatnonzero(np.diff(batch.trained, prepend=False, append=False))
+    spans = [batch.input_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    assert [tokenizer.decode(span) for span in spans] == [f"b{end}", f"d{end}"]
+    assert spans[0][-1] in tokenizer.eos_ids
+    assert batch.notes == {}
+
+
+@pytest.mark.parametrize("name", [*ENDINGS, "channels"])
+def test_exports_stop_at_the_same_token(name: str, tmp_path: Path) -> None:
+    """Generation stops where training has put the end of a turn, whatever the tokenizer's config names."""
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    from tuner.export.write import turn_ends
+
+    ours = ending(name) if name in ENDINGS else families.tokenizer(families.CHANNELS)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert [theirs.eos_token_id, *turn_ends(theirs)] == list(ours.eos_ids)
+
+
+def test_a_marked_end_that_is_not_the_turns_is_said() -> None:
+    marked = CLOSED.replace("ANSWER", "{% generation %}{{ m.content }}</answer>{% endgeneration %}<|im_end|>")
+    batch = Encoder(tiny.with_tokens(marked, ("</answer>",)), "assistant").encode([parse_record(tiny.chat("a", "b"))])
+    assert batch.notes == {"end of turn not trained: the template marks it as not generated": 1}

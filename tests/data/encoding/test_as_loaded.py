@@ -236,9 +236,7 @@ def made_by(tmp_path: Path) -> Callable[..., TextTokenizer]:
     return load
 
 
-def test_code_makes_the_tokenizer_that_readers_of_the_files_get(
-    tmp_path: Path, made_by: Callable[..., TextTokenizer]
-) -> None:
+def test_code_makes_the_tokenizer_that_readers_get(tmp_path: Path, made_by: Callable[..., TextTokenizer]) -> None:
     from transformers import AutoTokenizer
 
     plain = load(tmp_path / "base", tmp_path / "cache")

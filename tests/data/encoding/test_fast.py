@@ -16,9 +16,9 @@ from tests.fixtures.tables import cases
 from tuner.data.encoding import encode, fast, place
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import Unproven
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, parse_record
+from tuner.data.encoding.tokenizer import TextTokenizer, Unproven
+from tuner.data.reading.examples import Conversation, Example, PlainText, PromptCompletion
+from tuner.data.reading.records import parse_record
 
 
 class Liar:

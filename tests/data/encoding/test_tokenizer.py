@@ -1,4 +1,6 @@
+"""Text to token ids: those of transformers; and tokens added by a recipe, in training and from the saved files."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,12 +16,14 @@ from tokenizers.processors import TemplateProcessing
 from tests.data import tiny
 from tests.data.families import TEMPLATES
 from tests.fixtures.tables import cases
+from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
+from tuner.data.building.spec import keys_of
+from tuner.data.encoding.fast import FastEncoder
 from tuner.data.encoding.template import ChatTemplate
-from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files
 from tuner.data.encoding.tokenizer_files import load_tokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
-from tuner.errors import DataError
+from tuner.errors import DataError, RecipeError
 
 TEXTS, CHATS = cases(__file__, "texts"), cases(__file__, "chats")
 
@@ -104,7 +108,7 @@ def test_byte_tokenizer_loads_in_transformers_with_the_same_ids(tmp_path: Path) 
     assert (again.hash, again.template_hash) == (ours.hash, ours.template_hash)
 
 
-BYTES = TextTokenizer(byte_tokenizer_files())
+BYTES = TextTokenizer(byte_files())
 
 
 @given(st.text())
@@ -158,8 +162,99 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 def test_data_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, tuner.data.building.spec, tuner.data.building.explain;"
+        "import sys, tuner.data.building.spec, tuner.data.building.documents;"
         "import tuner.data.batches, tuner.cli.prepare_data;"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+WISH, WITH_ADDED = cases(__file__, "wish"), cases(__file__, "added_texts")
+CONFIGS: Any = cases(__file__, "configs")
+
+
+def loaded(directory: Path, wish: list[Any], **section: Any) -> TextTokenizer:
+    return load_tokenizer(str(directory), None, TokenizerSection.model_validate({"add_tokens": wish, **section}))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_ids_are_those_of_transformers_from_the_saved_files(tmp_path: Path, config: str) -> None:
+    from transformers import AutoTokenizer
+
+    base = tiny.tokenizer(**CONFIGS[config])
+    ours = loaded(tiny.write_directory(tmp_path / "base", **CONFIGS[config]), WISH)
+    ours.save(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    first = base.vocab_size
+    assert (ours.new_ids, ours.vocab_size, len(theirs)) == (range(first, first + 3), first + 3, first + 3)
+    for text in WITH_ADDED:
+        ids = ours.encode(text)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert set(ids) & set(ours.new_ids) or text == WITH_ADDED[2]
+        assert ours.decode(ids) == text
+    assert ours.encode(WITH_ADDED[0])[-5:] != base.encode(WITH_ADDED[0])[-5:] or first not in base.encode(WITH_ADDED[0])
+    assert (first + 1 in theirs.all_special_ids, first in theirs.all_special_ids) == (True, False)
+    assert theirs.decode([first, first + 1], skip_special_tokens=True) == "hyperkalemia"
+    assert theirs.eos_token_id == base.eos_id
+    assert copy.copy(ours).new_ids == ours.new_ids  # as workers get it
+
+
+def test_the_fast_encoder_knows_them(tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    ours = loaded(tiny.write_directory(tmp_path), WISH)
+    fast = FastEncoder(ours, ours.byte_table)
+    for text in WITH_ADDED:
+        assert fast.encode(text).tolist() == ours.encode(text)
+
+
+def test_one_that_closes_turns_is_an_end(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tuner.export.write import turn_ends
+
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|turn|>' }}{% endfor %}"
+    directory = tiny.write_directory(tmp_path / "base", template)
+    ours = loaded(directory, WISH)
+    assert ours.eos_ids[-1] == ours.new_ids[1]
+    assert ours.find_special("so <|turn|> it is") == ("<|turn|>", 3)
+    ours.save(tmp_path / "saved")
+    assert turn_ends(AutoTokenizer.from_pretrained(tmp_path / "saved")) == [ours.new_ids[1]]  # so generation stops
+    plain = loaded(directory, ["<|turn|>"])
+    assert plain.new_ids[0] not in plain.eos_ids
+    assert plain.find_special("so <|turn|> it is") is None
+
+
+def test_they_decide_the_prepared_data(tmp_path: Path) -> None:
+    directory = tiny.write_directory(tmp_path / "base")
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat("a", "b")])
+
+    def key(*wish: Any) -> str:
+        return keys_of(tiny.request(tmp_path / "cache", path, tokenizer=loaded(directory, list(wish)))).prepared
+
+    names = [
+        key(), key("x y"), key("x z"), key({"token": "x y", "special": True}), key("x y", "x z"), key("x z", "x y")
+    ]
+    assert len(set(names)) == len(names)
+    assert key("x y") == key({"token": "x y", "special": False})
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "hello"])
+def test_a_token_that_is_there_is_refused(tmp_path: Path, token: str) -> None:
+    directory = tiny.write_directory(tmp_path)
+    tiny_has = "hello" in json.loads(tiny.tokenizer_json())["model"]["vocab"]
+    assert tiny_has
+    with pytest.raises(RecipeError, match=r"is a token of the tokenizer already \(id \d+\)"):
+        loaded(directory, ["new", token])
+
+
+@pytest.mark.parametrize(("wish", "said"), cases(__file__, "wrong_lists_are_refused"))
+def test_wrong_lists_are_refused(wish: Any, said: str) -> None:
+    with pytest.raises(RecipeError) as failure:
+        load_recipe({"model": {"name_or_path": "m"}, "data": {"train": "r.jsonl"}, "tokenizer": {"add_tokens": wish}})
+    assert said in str(failure.value) + str(failure.value.hint)
+
+
+def test_the_byte_tokenizer_takes_them_too(tmp_path: Path) -> None:
+    ours = loaded(tmp_path, ["word"], name_or_path="byte")
+    assert ours.new_ids == range(259, 260)
+    assert ours.encode("a word") == [97, 32, 259]

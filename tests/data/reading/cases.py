@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuner.data.reading.records import Conversation, Labelled, Pair, PlainText, PromptCompletion, Tokens
+from tuner.data.reading.examples import Conversation, Labelled, Pair, PlainText, PromptCompletion, Tokens
 
 _CASES = Path(__file__).with_name("cases")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.data import tiny
 from tests.fixtures.tables import cases
 from tuner.data.building import pack
-from tuner.data.building.explain import explain
+from tuner.data.building.documents import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.prepared import open_prepared
 from tuner.data.reading import id_blocks

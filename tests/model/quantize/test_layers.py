@@ -17,11 +17,10 @@ from tuner.model.adapter import LoraSpec, add_lora, lora_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, weights_hash
-from tuner.model.quantize import reading
+from tuner.model.quantize import layers as quantizing
 from tuner.model.quantize.codes import Kind, dequantize, quantize
-from tuner.model.quantize.layers import QuantizeSpec, left_whole, put_in_place, quantizable, quantize_, quantized_layers
+from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer, quantizable, quantize_, quantized_layers
 from tuner.model.quantize.linear import QuantizedLinear
-from tuner.model.quantize.reading import ReadingQuantizer
 
 ALL = LoraSpec(r=2, alpha=4, dropout=0.0, target_modules="all-linear")
 IDS = torch.tensor([[5, 9, 3, 7, 4, 1, 8, 2]])
@@ -106,15 +105,15 @@ def test_a_dora_length_is_that_of_the_dequantised_row_in_float32() -> None:
 @pytest.mark.parametrize("kind", ["llama-tied", "gemma3", "qwen3"])
 def test_a_base_is_quantised_while_it_is_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, spec = published(tmp_path, kind), QuantizeSpec("nf4")
-    plain, most = build_model(ModelSpec(path), torch.float32, seed=1), 0
+    plain, most, put = build_model(ModelSpec(path), torch.float32, seed=1), 0, quantizing.put_in_place
 
     def counted(model: PreTrainedModel, name: str, *rest: Any) -> None:
         nonlocal most
         layers = quantizable(model)
         most = max(most, sum(not layer.weight.is_meta for layer in layers.values()))
-        put_in_place(model, name, *rest)
+        put(model, name, *rest)
 
-    monkeypatch.setattr(reading, "put_in_place", counted)
+    monkeypatch.setattr(quantizing, "put_in_place", counted)
     model = build_model(model_spec(path, spec), torch.float32, seed=1)
     assert most == 0, "a weight that is quantised never stands in the model"
     quantize_(plain, spec)
@@ -178,7 +177,7 @@ def test_routers_and_stacked_experts_are_left(tmp_path: Path) -> None:
     names = {name.rpartition(".")[2] for name in quantizable(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     quantize_(model, QuantizeSpec("int8"))
-    said = left_whole(model)
+    said = quantizing.left_whole(model)
     assert said is not None and "2 weights stay as they are, such as model.layers.1.mlp.experts." in said
     with pytest.raises(RecipeError, match="gpt2 model has no linear layers that can be quantised"):
         quantizable(family_model("gpt2", tied=True))

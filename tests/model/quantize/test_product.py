@@ -9,9 +9,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tuner.model import blocks
-from tuner.model.quantize import product
+from tuner.model.quantize import linear
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
-from tuner.model.quantize.product import quantized_linear, tiles
+from tuner.model.quantize.linear import quantized_linear, tiles
 
 KINDS: tuple[Kind, Kind] = ("nf4", "int8")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,7 +54,7 @@ def test_one_tile_is_the_plain_product_bit_for_bit(kind: Kind, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_add_nothing_up(kind: Kind, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number is one sum of one product, whatever tile it is in: as near to float64 as the plain product's."""
-    monkeypatch.setitem(product.TILE_BYTES, "cpu", SMALL)
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", SMALL)
     for dtype, allowed in ((FP32, 1e-6), (BF16, 4e-3)):
         made = weight(kind, 300, 200)
         assert len(tiles(300, 200 * dtype.itemsize, "cpu")) > 4
@@ -71,7 +71,7 @@ def test_tiles_cover_everything_once_at_blocks_and_are_of_bounded_size() -> None
             assert all(a[1] == b[0] and b[0] % 64 == 0 for a, b in zip(found, found[1:], strict=False))
             most = max(last - first for first, last in found)
             assert most == found[0][1]
-            assert 0 < most * each <= max(product.TILE_BYTES["cpu"], 64 * each)
+            assert 0 < most * each <= max(linear.TILE_BYTES["cpu"], 64 * each)
 
 
 def test_autocast_decides_the_type() -> None:
@@ -97,7 +97,7 @@ def test_the_same_bits_with_any_number_of_threads_that_make_tiles(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = weight("nf4", 300, 200)
-    monkeypatch.setitem(product.TILE_BYTES, "cpu", SMALL)
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", SMALL)
     found = []
     for count in (1, 2, 5):
         monkeypatch.setattr("tuner.model.native.library.threads", lambda count=count: count)
@@ -135,13 +135,13 @@ def test_a_compiled_layer_has_one_graph_and_the_plain_gradients() -> None:
 
 
 def test_selective_recomputing_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, calls, fill = weight("nf4", 64, 64), list[int](), product.fill
+    made, calls, fill = weight("nf4", 64, 64), list[int](), linear.fill
 
     def counting(*args: Any) -> None:
         calls.append(1)
         fill(*args)
 
-    monkeypatch.setattr(product, "fill", counting)
+    monkeypatch.setattr(linear, "fill", counting)
 
     def layer(source: torch.Tensor) -> torch.Tensor:
         return functional.silu(quantized_linear(functional.silu(source), made.codes, made.scales))

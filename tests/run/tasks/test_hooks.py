@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tables import cases
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.recipe import HookSection
 from tuner.errors import ExitCode, MachineError, PluginError
 from tuner.run.tasks.hooks import Hooks, Registration, Report, RunFacts, check_hooks, user_hook

@@ -1,6 +1,8 @@
-"""A step's line: what the recipe determines, and what the clock says; and the line of it that a person sees."""
+"""A step's line: what the recipe determines, and what the clock says; the line of it that a person sees, and how long a
+run still takes. The times of steps are the device's, on one that runs behind its host: a stand-in with a virtual clock.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fixtures.queued_device import QueuedDevice
-from tuner.config.duration import Duration
+from tests.fixtures.trainings import launch, lines
 from tuner.config.methods import DpoMethod, LoggedFigure
+from tuner.config.numbers import Duration
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
-from tuner.run.tasks import log
-from tuner.run.tasks.console import ConsoleTask, columns_of
-from tuner.run.tasks.log import HaltedError, LogTask
-from tuner.run.tasks.step_columns import Chinchilla, SpikeScore, StepColumn
-from tuner.run.tasks.time_left import Due, TimeLeft
+from tuner.run.tasks import evaluate, log
+from tuner.run.tasks.console import ConsoleTask, Due, TimeLeft, columns_of, due_steps
+from tuner.run.tasks.log import Chinchilla, HaltedError, LogTask, SpikeScore, StepColumn
+from tuner.run.tasks.save import Saver
 from tuner.rundir.records import Records
+from tuner.runtime import phase
 from tuner.runtime.console import Console
 from tuner.train import step
 from tuner.train.plan import Cadence, Plan
@@ -107,10 +112,10 @@ def test_spikes_are_counted_over_launches(stopped: int | None, tmp_path: Path) -
     norms = [0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 7.0, 0.5, 0.6, 0.50, 0.6]
     spikes = {4, 9, 12}  # a loss, a norm, and what is no number; the first four have no window before them
     found = []
-    for launch in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
+    for steps in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
         task = log_task(path=tmp_path / "metrics.jsonl", columns=(SpikeScore(3.0, 4, 5), Chinchilla(2)))
         task.start()
-        for index in launch:
+        for index in steps:
             values = (losses[index], norms[index], 0, 0)
             (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), values))
             found.append(event.metrics)
@@ -200,3 +205,103 @@ def test_the_console_may_go_by_steps() -> None:
     assert [line.split()[0] for line in shown] == ["step", "2", "4"]
     view.finish(True)
     assert shown[-1].split()[0] == "5"
+
+
+EVALUATION_S, SAVE_S = 7.0, 2.0
+FIRST_S = 30.0
+RUN = {
+    "train__duration": "7 steps",
+    "data__eval": "25%",
+    "eval__every": "3 steps",
+    "eval__samples": "0",
+    "checkpoint__every": "2 steps",
+}
+
+
+def queued(patch: pytest.MonkeyPatch, reads: bool = False) -> QueuedDevice:
+    """Have steps, evaluations and saves take their time on a stand-in."""
+    device = QueuedDevice({"forward": 0.2, "backward": 0.3, "optimizer": 0.5}, FIRST_S, reads)
+    for module in (step, log):
+        patch.setattr(module, "timeline_of", lambda _: device)
+
+    def taking(work: Callable[..., Any], on_device: float, on_host: float) -> Callable[..., Any]:
+        def slowly(*arguments: Any) -> Any:
+            device.queue(on_device)
+            device.mark().wait()
+            device.host += on_host
+            return work(*arguments)
+
+        return slowly
+
+    patch.setattr(evaluate, "evaluate", taking(evaluate.evaluate, EVALUATION_S, 0.0))
+    patch.setattr(Saver, "save", taking(Saver.save, 0.0, SAVE_S))
+    return device
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["far-ahead", "read-in-each-step"])
+def test_each_step_has_its_time_and_they_add_up_to_the_run(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """Steps before and after evaluations and saves, and the last one; work that is none of theirs lies between them."""
+    device, shown, asked = queued(monkeypatch, reads), list[float](), list[float]()
+    monkeypatch.setattr(MfuMeter, "mfu", lambda self, batches, seconds: asked.append(seconds))
+    monkeypatch.setattr(ConsoleTask, "_left", lambda self, step: shown.append(self._time_left.seconds(step)) or "")
+    with phase.observed(device.part):
+        found = lines(launch(workplace, checkpoint__async_save="false", **RUN).run_dir)
+    trained = [line for line in found if line["kind"] == "train"]
+    took = [line["step_s"] for line in trained]
+    assert took == pytest.approx(device.worked, rel=0.02) and took[0] > FIRST_S > 10 * max(took[1:])
+    assert [line["eval_s"] for line in found if line["kind"] == "eval"] == pytest.approx([EVALUATION_S] * 4, rel=0.02)
+    saved = 3  # after steps 2, 4 and 6; the one at the end is after the last step
+    between = device.ends[-1] - device.ends[0] - 2 * EVALUATION_S - saved * SAVE_S
+    assert sum(took[1:]) == pytest.approx(between, rel=0.005)
+    assert asked == pytest.approx(took, abs=1e-4)  # MFU is of the same seconds
+    rates = [line["tok_per_s"] * line["step_s"] for line in trained]
+    ends = [line["tokens"] for line in trained]
+    assert rates == pytest.approx([now - before for before, now in zip([0, *ends], ends, strict=False)], rel=0.01)
+    assert device.ahead > 0.5 and shown[-1] == 0.0
+
+
+PERIODS = st.lists(st.integers(1, 12), max_size=3).map(tuple)
+
+
+@given(periods=PERIODS, after=st.integers(0, 60), last=st.integers(0, 60))
+def test_due_steps_are_those_of_the_cadence(periods: tuple[int, ...], after: int, last: int) -> None:
+    cadence = Cadence(periods)
+    assert due_steps(periods, after, last) == sum(cadence.due_at(step) for step in range(after + 1, last + 1))
+
+
+@given(
+    evaluation=PERIODS,
+    points=st.frozensets(st.integers(1, 20), max_size=3),
+    saving=PERIODS,
+    at_end=st.booleans(),
+    always=st.booleans(),
+    step=st.integers(0, 20),
+)
+def test_what_is_due_is_what_the_tasks_do(
+    evaluation: tuple[int, ...], points: frozenset[int], saving: tuple[int, ...], at_end: bool, always: bool, step: int
+) -> None:
+    last, marks = 20, frozenset({7, 20})
+    due = Due(last, Cadence(evaluation, at_steps=points), at_end, always, Cadence(saving), marks, at_end)
+    evaluated = [s for s in range(step + 1, last + 1) if due.evaluation.due_at(s) or (s == last and at_end)]
+    sampled = evaluated if always else [s for s in evaluated if s == last]
+    saved = [s for s in range(step + 1, last) if due.saving.due_at(s) or s in marks]
+    found = due.after(step)
+    assert (found["evaluation"], found["samples"]) == (len(evaluated), len(sampled))
+    assert found["save"] == len(saved) + (step < last and at_end)
+
+
+def test_seconds_are_those_of_steps_and_of_what_is_between_them() -> None:
+    due = Due(10, Cadence((5,)), True, False, Cadence((5,), 100.0), frozenset(), True)
+    left = TimeLeft(due)
+    assert left.seconds(0) is None
+    for seconds in (9.0, 2.0, 4.0):  # the first step of a launch warms up
+        left.stepped(seconds)
+    assert left.seconds(0) == 30.0
+    left.took |= {"evaluation": 7.0, "samples": 11.0, "save": 13.0}
+    # Two evaluations, one with samples, the saves of steps 5 and 10; the clock asks for none within 55 s.
+    assert left.seconds(0) == 30 + 2 * 7 + 11 + 2 * 13
+    assert left.seconds(10) == 0
+    left.took["evaluation"] = 70.0
+    assert left.seconds(0) == 30 + 2 * 70 + 11 + 3 * 13  # of 181 s one save is the clock's

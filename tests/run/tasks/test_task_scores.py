@@ -1,6 +1,10 @@
-"""Tasks are scored during a run: in its log, in its directory, for the best and the end; training does not notice."""
+"""Tasks are scored during a run: in its log, in its directory, for the best and the end; training does not notice. And
+what a launch says beside its figures.
+"""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,10 @@ from tests.fixtures.trainings import launch, lines
 from tuner.errors import MachineError, PluginError, RecipeError, TunerError
 from tuner.evals import load
 from tuner.run.tasks import evaluate
+from tuner.run.tasks import evaluate as evaluate_task
 from tuner.rundir.record import read_run, task_figures
+from tuner.runtime.console import Console, one_line
+from tuner.runtime.dist import RankInfo
 
 SHORT = {"train__duration": "4 steps", "checkpoint__every": "never"}
 FIGURES = {
@@ -164,3 +171,45 @@ def test_the_harness_is_asked_for_where_it_is_not_installed(place: Path, monkeyp
     with pytest.raises(MachineError, match="lm-evaluation-harness is not installed") as error:
         launch(place, **SHORT, eval__tasks="[lm_eval:hellaswag]", name="harness")
     assert error.value.hint == "install it: pip install lm-eval"
+
+
+WIDTH = 140
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" two\nlines ", "two lines"),
+        ("\n\n\t", r"'\n\n\t'"),
+        ("\u2003 ", r"'\u2003 '"),
+        ("", "''"),
+        ("x" * 200, "x" * (WIDTH - 1) + "…"),
+        ("\n" * 200, ("'" + r"\n" * 200)[: WIDTH - 1] + "…"),
+    ],
+)
+def test_a_sample_in_one_line(text: str, shown: str) -> None:
+    assert one_line(text, WIDTH) == shown
+
+
+@pytest.mark.parametrize(("free", "answered"), [(1300, True), (1100, False)])
+def test_answers_of_several_processes_need_room_for_the_whole_model(
+    free: int, answered: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    gathers: list[Any] = []
+    real = evaluate_task.EvaluateTask.__init__
+
+    def among_two(task: Any, context: Any, *args: Any) -> None:
+        real(task, context, *args)
+        task._assembly = replace(task._assembly, rank_info=RankInfo(0, 2, 0, 2))
+
+    monkeypatch.setattr(evaluate_task.EvaluateTask, "__init__", among_two)
+    monkeypatch.setattr("tuner.parallel.gathered.whole_bytes", lambda root: 1000)
+    monkeypatch.setattr("tuner.parallel.gathered.gathered", lambda root: nullcontext(gathers.append(root)))
+    monkeypatch.setattr(evaluate_task, "room_on", lambda device, processes: free)
+    monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
+    flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
+    run = trainings.launch(workplace, train__duration="2 steps", **flags).run_dir
+    assert (run / "samples.jsonl").is_file() == answered
+    assert bool(gathers) == answered, "once for all tokens of all answers"
+    assert [text.split(":")[0] for text in said if "samples" in text] == ([] if answered else ["eval.samples"])

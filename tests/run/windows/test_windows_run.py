@@ -1,7 +1,13 @@
-"""Runs over windows: the rows of a plain run, bit for bit the same when resumed, and nothing lost to a bad window."""
+"""What the finder makes of windows that are there, late, empty or damaged, and of those that a run knows already; and
+tiny runs over windows, in this process: the rows of a plain run, bit for bit the same when resumed, and nothing lost to
+a bad window.
+"""
 
 import json
+import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +16,253 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
-from tests.run.windows import made
+from tuner.config.portions import Portion
+from tuner.config.recipe import DataSection
+from tuner.data.batches import StepBatches
+from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
+from tuner.run.tasks import windows as task
+from tuner.run.windows.finder import Finder, PreparedHere, PreparedWindow
 from tuner.rundir import layout
+from tuner.rundir.windows import WindowEntry
+from tuner.runtime.console import Console
+
+
+class Slow:
+    """Prepares a window in so many looks: its key is its text, a window without text has no rows, `bad` is damage."""
+
+    def __init__(self, looks: int = 0) -> None:
+        self.looks, self.started = looks, 0
+        self._window: Portion | None = None
+        self._left = 0
+
+    def start(self, window: Portion) -> None:
+        assert self._window is None, "one at a time"
+        self._window, self._left = window, self.looks
+        self.started += 1
+
+    def outcome(self) -> PreparedWindow | None:
+        if self._left:
+            self._left -= 1
+            return None
+        window, self._window = self._window, None
+        assert window is not None
+        text = "".join(Path(file).read_text() for file in window.files)
+        if text == "bad":
+            raise DataError("rows.jsonl:1:1: not JSON", hint="fix the row")
+        return PreparedWindow(text, len(text)) if text else PreparedWindow()
+
+    def end(self) -> None:
+        self._window = None
+
+
+class Place:
+    def __init__(self, directory: Path, **windows: Any) -> None:
+        self.directory, self.noted = directory, [()]
+        train = {"train": [str(directory / "{window}.jsonl")], "windows": {"names": ["1", "2", "3"], **windows}}
+        self.spec = PrepareSpec(DataSection.model_validate(train), *[None] * 4, directory)  # type: ignore[arg-type]
+        self.preparation = Slow()
+
+    def write(self, **texts: str) -> None:
+        for name, text in texts.items():
+            (self.directory / f"{name.removeprefix('w')}.jsonl").write_text(text)
+
+    def finder(self, entries: Sequence[WindowEntry] = (), known: Sequence[WindowEntry] = ()) -> Finder:
+        def note(every: Sequence[WindowEntry]) -> None:
+            self.noted.append(tuple(every))  # type: ignore[arg-type]
+
+        return Finder(self.spec, self.preparation, entries, known, note)
+
+
+def opened(finder: Finder) -> WindowEntry:
+    found = finder.look()
+    assert found.kind == "ready", found
+    finder.opened(found.entry)
+    return found.entry
+
+
+def test_windows_are_prepared_one_after_the_other(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.preparation.looks = 2
+    place.write(w1="aa", w2="b", w3="c")
+    finder = place.finder()
+    assert [finder.look().kind for _ in range(4)] == ["preparing", "preparing", "ready", "ready"]
+    first = opened(finder)
+    assert (first.name, first.key, first.rows, first.files) == ("1", "aa", 2, (str(tmp_path / "1.jsonl"),))
+    place.preparation.looks = 0
+    assert [opened(finder).name, opened(finder).name, finder.look().kind] == ["2", "3", "ended"]
+    assert place.preparation.started == 3
+
+
+def test_a_late_window_stops_the_launch_once_it_is_overdue(tmp_path: Path) -> None:
+    finder = Place(tmp_path).finder()
+    assert finder.look().kind == "late"
+    found = finder.look(overdue=True)
+    assert (found.kind, "window 1 is not there" in found.words) == ("stop", True)
+
+
+def test_a_late_window_is_skipped_for_good_where_the_recipe_says_so(tmp_path: Path) -> None:
+    place = Place(tmp_path, late="skip")
+    place.write(w2="b")
+    finder = place.finder()
+    assert finder.look().kind == "late"
+    assert finder.look(overdue=True).entry.name == "2"
+    assert place.noted[-1] == (WindowEntry("1", left_out="late"),)
+    place.write(w1="came after all")
+    assert opened(finder).name == "2"
+
+
+def test_an_empty_window_is_skipped_waited_for_or_refused(tmp_path: Path) -> None:
+    def look(empty: str, overdue: bool = False) -> tuple[Place, Finder, str]:
+        place = Place(tmp_path, empty=empty)
+        place.write(w1="", w2="b")
+        finder = place.finder()
+        return place, finder, finder.look(overdue).kind
+
+    place, finder, kind = look("skip")
+    assert (kind, finder.look().entry.name) == ("ready", "2")
+    assert place.noted[-1] == (WindowEntry("1", (str(tmp_path / "1.jsonl"),), "empty"),)
+    place, finder, kind = look("wait")
+    assert (kind, finder.look().kind, place.preparation.started) == ("late", "late", 1)  # not prepared over and over
+    place.write(w1="rows at last")
+    assert opened(finder).key == "rows at last"
+    assert look("wait", overdue=True)[2] == "stop"
+    with pytest.raises(DataError, match=r"window 1: .*1\.jsonl: no rows"):
+        look("refuse")
+
+
+def test_a_damaged_window_is_refused_by_name_until_it_is_repaired(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(w1="bad")
+    finder = place.finder()
+    for _ in range(3):
+        with pytest.raises(DataError, match=r"^window 1: rows\.jsonl:1:1: not JSON$"):
+            finder.look()
+    assert place.preparation.started == 1
+    place.write(w1="good")
+    assert opened(finder).key == "good"
+
+
+def test_windows_of_a_launch_that_had_come_further_are_the_same_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(w1="a", w2="now it is there", w3="c")
+    known = [
+        WindowEntry("1", (str(tmp_path / "1.jsonl"),), key="a", rows=1, first_step=0, last_step=4),
+        WindowEntry("2", left_out="late"),
+        WindowEntry("3", (str(tmp_path / "3.jsonl"),), key="c", rows=1, first_step=4, last_step=5),
+    ]
+    finder = place.finder(known=known)
+    assert [opened(finder), opened(finder)] == [known[0], known[2]]
+    assert finder.entries == known and finder.look().kind == "ended"
+
+
+def test_a_known_window_whose_files_changed_is_refused(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(w1="changed")
+    known = [WindowEntry("1", (str(tmp_path / "1.jsonl"),), key="a", rows=1, first_step=0, last_step=4)]
+    with pytest.raises(DataError, match="window 1: its files changed since it was opened"):
+        place.finder(known=known).look()
+
+
+def test_all_entries_are_noted_with_those_that_are_known(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(w1="", w2="b")
+    finder = place.finder()
+    entry = replace(finder.look().entry, last_step=2)
+    assert [item.name for item in finder.opened(entry)] == ["1", "2"]
+
+
+RECIPE = """\
+model: {name_or_path: ./model}
+tokenizer: {name_or_path: byte}
+adapter: {kind: lora, r: 4, dropout: 0.2}
+data:
+  train: 'logs/{window}.jsonl'
+  max_length: 64
+  packing: false
+  windows: {names: [a, b, c], wait: never}
+train: {global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
+optimizer: {lr: 1e-3}
+schedule: {kind: constant, warmup: 3 steps}
+checkpoint: {every: 2 steps, keep: 9}
+logging: {level: warning}
+"""
+ROWS = {"a": 8, "b": 12, "c": 8}
+"""Rows of each window: whole global batches of 4."""
+
+
+def prepare(directory: Path) -> None:
+    """Write a tiny model, the rows of each window, and the recipe."""
+    trainings.prepare(directory, 1, layers=1)
+    (directory / "r.yaml").write_text(RECIPE)
+    (directory / "logs").mkdir()
+    for name, count in ROWS.items():
+        write(directory, name, count)
+
+
+def write(directory: Path, name: str, count: int) -> None:
+    """The rows of a window: each says which one it is."""
+    rng = random.Random(name)
+    rows = [{"prompt": f"{name}{i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(count)]
+    (directory / "logs" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def entries(run: Path) -> list[dict[str, Any]]:
+    """The windows of a run."""
+    found: list[dict[str, Any]] = json.loads((run / "windows.json").read_text())["windows"]
+    return found
+
+
+class Trained:
+    """What each step trained, by its number in the run's life: a step that is taken again counts as it was last."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from tuner.train import loop
+
+        self.steps: dict[int, list[str]] = {}
+        real = loop.optimizer_step
+
+        def noting(state: Any, index: int, batches: StepBatches, factor: float) -> Any:
+            self.steps[index] = [text for batch in batches.micro for text in _texts(batch)]
+            return real(state, index, batches, factor)
+
+        patch.setattr(loop, "optimizer_step", noting)
+
+    @property
+    def documents(self) -> Counter[str]:
+        """How often each document was trained."""
+        return Counter(text for texts in self.steps.values() for text in texts)
+
+
+def _texts(batch: Any) -> list[str]:
+    """The prompts of a batch, as the byte tokenizer has them."""
+    texts, start = [], 0
+    for length in batch.lengths:
+        ids = [i for i in batch.input_ids[start : start + length].tolist() if i < 256]
+        texts.append(bytes(ids).decode(errors="replace"))
+        start += length
+    return texts
+
+
+def prepare_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Prepare windows in this process: a process for each takes a second."""
+
+    def here(context: Any, windows: Any) -> Any:
+        preparation = PreparedHere(windows.spec, Console(main=False))
+        position, run = windows.position, context.run
+        known = position.entries[position.number + 1 :]
+        note = lambda entries: task.write_windows(run.path, entries)  # noqa: E731
+        passes = task.PortionPlans(context.assembly.resolved).passes
+        return task.Finder(windows.spec, preparation, position.decided, known, note, passes=passes)
+
+    patch.setattr(task, "_finder", here)
 
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made.prepare(tmp_path)
-    made.prepare_at_once(monkeypatch)
+    prepare(tmp_path)
+    prepare_at_once(monkeypatch)
     return tmp_path
 
 
@@ -27,20 +270,20 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run over the windows comes to that nobody stops."""
     directory = tmp_path_factory.mktemp("unbroken")
-    made.prepare(directory)
+    prepare(directory)
     with pytest.MonkeyPatch.context() as patch:
-        made.prepare_at_once(patch)
+        prepare_at_once(patch)
         return trainings.outcome(launch(directory).run_dir)
 
 
 def test_windows_in_order_are_the_rows_of_a_plain_run_over_all_of_them(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = made.Trained(monkeypatch)
+    trained = Trained(monkeypatch)
     result = launch(work, data__shuffle="false", name="windows")
     assert (result.status, result.step, result.total_steps) == ("finished", 7, 7)
     in_windows, trained.steps = trained.steps, {}
-    texts = [(work / "logs" / f"{name}.jsonl").read_text() for name in made.ROWS]
+    texts = [(work / "logs" / f"{name}.jsonl").read_text() for name in ROWS]
     (work / "all.jsonl").write_text("".join(texts))
     plain = {"data__windows__names": "[]", "data__windows__wait": "null", "data__train": "all.jsonl"}
     launch(work, data__shuffle="false", name="plain", **plain)
@@ -52,14 +295,14 @@ def test_windows_in_order_are_the_rows_of_a_plain_run_over_all_of_them(
 def test_a_run_stopped_anywhere_ends_as_an_unbroken_one(
     work: Path, unbroken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = made.Trained(monkeypatch)
+    trained = Trained(monkeypatch)
     launch(work, name="broken", train__stop_after="1 steps")
     for steps in (2, 1, 1, 9):  # within a window, at its end, after it
         result = launch(work, "must", name="broken", train__stop_after=f"{steps} steps")
     assert result.status == "finished"
     assert trainings.outcome(result.run_dir) == unbroken
-    assert set(trained.documents.values()) == {1} and sum(trained.documents.values()) == sum(made.ROWS.values())
-    assert [(e["name"], e["first_step"], e["last_step"]) for e in made.entries(result.run_dir)] == [
+    assert set(trained.documents.values()) == {1} and sum(trained.documents.values()) == sum(ROWS.values())
+    assert [(e["name"], e["first_step"], e["last_step"]) for e in entries(result.run_dir)] == [
         ("a", 0, 2), ("b", 2, 5), ("c", 5, 7),
     ]  # fmt: skip
     first_of_a, first_of_c = ({text[1:].split(" ")[0] for text in trained.steps[step]} for step in (0, 5))
@@ -92,16 +335,16 @@ def test_a_late_window_stops_the_run_which_goes_on_when_it_is_there(work: Path, 
 
 @pytest.mark.slow
 def test_what_was_skipped_stays_skipped(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.write(work, "a", 0)
+    write(work, "a", 0)
     (work / "logs" / "b.jsonl").rename(work / "b")
     flags = {"name": "skipped", "data__windows__late": "skip"}
-    trained = made.Trained(monkeypatch)
+    trained = Trained(monkeypatch)
     launch(work, train__stop_after="1 steps", **flags)
     (work / "b").rename(work / "logs" / "b.jsonl")
-    made.write(work, "a", 4)
+    write(work, "a", 4)
     result = launch(work, "must", **flags)
     assert (result.status, result.step) == ("finished", 2)
-    left_out = {entry["name"]: entry["left_out"] for entry in made.entries(result.run_dir)}
+    left_out = {entry["name"]: entry["left_out"] for entry in entries(result.run_dir)}
     assert left_out == {"a": "empty", "b": "late", "c": ""}
     assert {text[0] for text in trained.documents} == {"c"}
 
@@ -141,13 +384,13 @@ def test_a_duration_ends_the_run_within_a_window(work: Path) -> None:
     flags = {"train__duration": "4 steps", "schedule__kind": "cosine", "schedule__warmup": "25%"}
     result = launch(work, **flags)
     assert (result.status, result.step) == ("finished", 4)
-    assert made.entries(result.run_dir)[-1]["last_step"] == 4
+    assert entries(result.run_dir)[-1]["last_step"] == 4
     assert launch(work, "must", **flags).step == 4
 
 
 @pytest.mark.slow
 def test_every_window_ends_with_an_evaluation_and_a_checkpoint(work: Path) -> None:
-    made.write(work, "held", 4)
+    write(work, "held", 4)
     flags = {"data__eval": "logs/held.jsonl", "checkpoint__every": "never", "eval__samples": "0"}
     run = launch(work, **flags).run_dir
     evaluated = [line["step"] for line in trainings.lines(run) if line["kind"] == "eval"]
@@ -157,12 +400,12 @@ def test_every_window_ends_with_an_evaluation_and_a_checkpoint(work: Path) -> No
 
 @pytest.mark.slow
 def test_a_directory_that_grows_is_read_to_its_end(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = made.Trained(monkeypatch)
+    trained = Trained(monkeypatch)
     (work / "more").mkdir()
     flags = {"data__train": "more", "data__windows__names": "[]", "data__windows__files": "1", "name": "grown"}
     flags["data__windows__grow"] = "true"
     counts: Counter[str] = Counter()
-    for number, name in enumerate(made.ROWS):
+    for number, name in enumerate(ROWS):
         (work / "logs" / f"{name}.jsonl").rename(work / "more" / f"{name}.jsonl")
         result = launch(work, "must" if number else "never", **flags)
         counts[result.status] += 1
@@ -198,9 +441,9 @@ def test_a_run_goes_over_the_stream_again(
     flags: dict[str, str], windows: list[list[Any]], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass has its own order of rows, and a run stopped in any of them ends as one that nobody stops."""
-    trained, flags = made.Trained(monkeypatch), {**flags, "data__windows__passes": "stream"}
+    trained, flags = Trained(monkeypatch), {**flags, "data__windows__passes": "stream"}
     whole = launch(work, name="whole", **flags)
-    assert [[one["name"], one["first_step"], one["last_step"]] for one in made.entries(whole.run_dir)] == windows
+    assert [[one["name"], one["first_step"], one["last_step"]] for one in entries(whole.run_dir)] == windows
     last = windows[-1][2]
     assert (whole.status, whole.step, len(trained.steps)) == ("finished", last, last)
     if "8" not in flags["train__duration"]:
@@ -214,7 +457,7 @@ def test_a_run_goes_over_the_stream_again(
 
 def test_a_stream_of_nothing_ends(work: Path) -> None:
     for name in "bc":
-        made.write(work, name, 0)
+        write(work, name, 0)
     flags = {"train__duration": "9 steps", "data__windows__passes": "stream"}
     with pytest.raises(DataError, match=r"no window has rows to train on: b \(empty\), c \(empty\)"):
         launch(work, data__windows__names="[b, c]", **flags)

@@ -8,12 +8,21 @@ from typing import Any
 
 from tuner.cli.command import Outcome, is_recipe_here, load_for_command
 from tuner.cli.output import columns
-from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override, load_recipe
 from tuner.errors import RecipeError, counted
-from tuner.run.score import Score, Trained, find_trained, run_recipe, score
+from tuner.run.score import (
+    Score,
+    TasksScore,
+    Trained,
+    any_model,
+    find_trained,
+    own_recipe,
+    run_recipe,
+    score,
+    score_tasks,
+    with_tasks,
+)
 from tuner.run.score_gguf import score_gguf
-from tuner.run.score_tasks import TasksScore, any_model, own_recipe, score_tasks, with_tasks
 from tuner.rundir.model_path import HubModel, RunCheckpoint
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -142,12 +151,8 @@ def _show(score: Score, console: Console) -> None:
     else:  # there may be more of them than a line has room for: one below the other
         values = [(name, {"loss": p.loss, **p.figures}, p.tokens) for name, p in parts]
         lines = [["", *(name for name, _, _ in values)]]
-        lines += [[one, *(_shown(of.get(one)) for _, of, _ in values)] for one in ("loss", *figures)]
+        lines += [[n, *(f"{of[n]:.4f}" if n in of else "-" for _, of, _ in values)] for n in ("loss", *figures)]
         lines += [["tokens", *(f"{tokens:,}" for _, _, tokens in values)]]
         shown = columns(lines, right=range(1, len(lines[0])))
     for line in shown.split("\n"):
         console.line(line)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -7,12 +7,11 @@ from typing import Literal
 
 from tuner.cli.command import Outcome
 from tuner.errors import DataError
-from tuner.export.hf import run_export
+from tuner.export.hf import ExportReport, run_export
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
-from tuner.export.report import ExportReport
 from tuner.export.source import Weights
 from tuner.generate import base_record
-from tuner.rundir.exports import LINEAGE
+from tuner.rundir.checkpoints import LINEAGE
 from tuner.rundir.in_store import publish
 from tuner.rundir.layout import RESOLVED_RECIPE
 from tuner.runtime.console import Console

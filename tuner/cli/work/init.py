@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tuner.cli.command import Outcome, say
-from tuner.config.examples import Example, write_rows
 from tuner.config.load import load_recipe
+from tuner.config.shipped import Example, write_rows
 from tuner.config.starter import Room, bad_rows, counted, not_used, starter
 from tuner.data.look import look
 from tuner.errors import RecipeError

@@ -9,10 +9,8 @@ from tuner.cli.command import Outcome, input_path
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.cli.work.schedule import drawing, planned_schedule
 from tuner.config.load import LoadedRecipe
-from tuner.config.recipe import Recipe
 from tuner.errors import counted
-from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
-from tuner.ladder.launch import PlannedRung, note_plan, predicted, run_rungs
+from tuner.ladder import launch
 from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
 from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 from tuner.runtime.console import Console, Level, clock
@@ -21,13 +19,6 @@ from tuner.runtime.files import gib, typed_path
 
 MOST_COLUMNS = 100
 BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
-
-
-def drawn(name: str, recipe: Recipe, width: int) -> str:
-    """The learning rate of a rung, with its marks, drawn over its steps."""
-    found, _ = planned_schedule(recipe)
-    return f"{name}\n{drawing(recipe, found, width)}"
-
 
 
 def plan(
@@ -43,16 +34,17 @@ def plan(
     planned = []
     for one in chosen:
         with console.doing(f"predicting {one.name}"):
-            planned.append(PlannedRung(one) if quick else predicted(one, device))
+            planned.append(launch.PlannedRung(one) if quick else launch.predicted(one, device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
-    curve = drawn(last.name, last.loaded.recipe, width)
+    found, _ = planned_schedule(last.loaded.recipe)
+    curve = drawing(last.loaded.recipe, found, width)
     table = fitted([PLAN, *plan_lines(planned)], stdout_columns(), right=range(1, len(PLAN)))
     if path is not None:
         write_plan(path, str(loaded.recipe.name), planned)
         console.say("drawn", str(path))
     return Outcome(
-        f"{table}\n\n{curve}",
+        f"{table}\n\n{last.name}\n{curve}",
         artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir}
         | ({} if path is None else {"plan": str(path)}),
         metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
@@ -68,11 +60,11 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
         every = rungs_of(loaded)
     chosen = chosen_of(every, rung)
     directory = Path(loaded.recipe.output_dir)
-    note_plan(loaded.recipe, every)
+    launch.note_plan(loaded.recipe, every)
     for one in chosen:
         if one.batch.warning is not None:
             console.warn(f"{one.name}: {one.batch.warning}")
-    results = run_rungs(chosen, level, lambda one: _announce(console, one, every))
+    results = launch.run_rungs(chosen, level, lambda one: _announce(console, one, every))
     for each in results:
         if each.was_done:
             console.say("skipped", f"{each.rung.name}: done, {counted(each.result.total_steps, 'step')}")
@@ -90,11 +82,11 @@ def benchmark(
     """Measure some steps of a rung, and write the figures."""
     with console.doing("planning the rungs"):
         (chosen,) = chosen_of(rungs_of(loaded), rung)
-    path = Path(loaded.recipe.output_dir) / file_name(chosen) if output is None else input_path(output)
-    check_figures(path)
-    found = benchmarked(chosen, steps, level)
+    path = Path(loaded.recipe.output_dir) / launch.file_name(chosen) if output is None else input_path(output)
+    launch.check_figures(path)
+    found = launch.benchmarked(chosen, steps, level)
     if RankInfo.from_environment().is_main:
-        write_figures(path, found)
+        launch.write_figures(path, found)
     figures, artifacts = found.plain(), {"path": str(path), "rung": chosen.name}
     warnings = [] if found.measured.shortage is None else [found.measured.shortage.line()]
     text = columns([BENCHMARK, [chosen.name, *_shown_figures(figures)]], right=range(1, len(BENCHMARK)))

@@ -8,16 +8,13 @@ from typing import Any
 from tuner.cli.command import Outcome, input_path, load_for_command
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.config.ladder import short_count
-from tuner.config.overrides import Override
+from tuner.config.load import Override
 from tuner.errors import RecipeError
-from tuner.ladder import score
 from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of
 from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, shown_parameter, write_fit_page
-from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
-from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
+from tuner.ladder.forecast import Forecast, ForecastQuestion, LadderHeldOut, forecast, sigmoid_parameters
 from tuner.ladder.points import Point, Size, by_rung, count_in, points_of, read_points, short
-from tuner.ladder.record import LadderRecord, read_ladders
+from tuner.ladder.record import LadderRecord, marks_csv, places, read_ladders, read_marks, statuses, with_prefix
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
@@ -189,7 +186,7 @@ def _show(found: Forecast, console: Console) -> None:
             console.line(line)
     for one in found.scores:
         console.say("sigmoid", f"{one.figure} over {fit.figure} · {len(one.points)} points")
-        for line in _parameter_lines(score.parameters_of(one)):
+        for line in _parameter_lines(sigmoid_parameters(one)):
             console.line(line)
     _show_target(found, console)
 

@@ -11,13 +11,12 @@ from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError
 from tuner.profile.choose import predict_settled
 from tuner.profile.devices import parse_memory
-from tuner.profile.fit import SHOWN, fit
-from tuner.profile.kept import KeptAnswer, keep, key_of, known
+from tuner.profile.fit import SHOWN, KeptAnswer, fit, keep, key_of, known
 from tuner.profile.measure import Measurement, MeasureOptions
-from tuner.profile.options import lines_to_write
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.profile.report import check_output, choices_table, flags, parts_table, plain, sentence, table, write_report
+from tuner.profile.search import lines_to_write
 from tuner.run.measure import measure_recipe, target_of, with_host_memory
 from tuner.runtime.console import LABEL_WIDTH, Console, Level, wrapped
 from tuner.runtime.dist import RankInfo

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tuner.cli.output import columns
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule
@@ -16,11 +16,9 @@ from tuner.data.building.prepare import find_prepared
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError, TunerError
-from tuner.rundir.curves import Chart, Curve, Points
-from tuner.rundir.terminal import AXIS_WIDTH, draw
+from tuner.rundir.curves import AXIS_WIDTH, Chart, Curve, Points, draw
 from tuner.setup.timetable import run_schedule
-from tuner.train.plan import batch_sizes, plan_steps
-from tuner.train.schedule import Schedule
+from tuner.train.plan import Schedule, batch_sizes, plan_steps
 
 if TYPE_CHECKING:
     import numpy.typing as npt

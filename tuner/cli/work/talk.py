@@ -83,10 +83,9 @@ class Talk:
 
     def _answer(self, line: str) -> None:
         said = [*self.messages, {"role": "user", "content": line}]
+        piece = (lambda text: self.show(visible(text))) if self.live else None
         try:
-            answer = self.generator.generate(
-                Prompt(line, messages=tuple(said)), self.sampling, self._piece if self.live else None
-            )
+            answer = self.generator.generate(Prompt(line, messages=tuple(said)), self.sampling, piece)
         except RecipeError as error:
             if not self.live:
                 raise
@@ -96,9 +95,6 @@ class Talk:
         if answer.cut:
             self.note(cut_at(answer, self.sampling))
         self.messages = [*said, {"role": "assistant", "content": answer.text}]
-
-    def _piece(self, text: str) -> None:
-        self.show(visible(text))
 
 
 def talk_to(

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
-from tuner.config.load import LoadedRecipe
-from tuner.config.overrides import Override
+from tuner.config.load import LoadedRecipe, Override
 from tuner.errors import counted
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
 from tuner.run.stored import in_store
-from tuner.rundir.exports import APART
+from tuner.rundir.checkpoints import APART
+from tuner.rundir.directory import warn_of_changed_file
 from tuner.rundir.layout import export_dir
-from tuner.rundir.origin import warn_of_changed_file
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

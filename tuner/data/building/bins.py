@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tuner.data.ranges import offsets_of, ranges
+from tuner.data.ranges import Ints, offsets_of, ranges
 
-Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 MAX_ITEMS = 1 << 31
 """Items are numbered in 32 bits."""
@@ -216,12 +215,10 @@ def _up_to(length: int) -> int:
 
 def _hand_out(lengths: npt.NDArray[np.integer], capacity: int, plan: _Plan) -> tuple[Int32s, Ints]:
     """Give each item its row: the longest items to the first steps, equal ones in their order."""
-    longest_first = _sorted_items(
-        np.subtract(capacity, lengths, dtype=np.int64), np.arange(len(lengths), dtype=np.int32)
-    )
+    room = np.subtract(capacity, lengths, dtype=np.int64)
     rows = np.repeat(plan.rows, np.repeat(plan.each, plan.count)).astype(np.int64)
     offsets = offsets_of(np.bincount(rows, minlength=plan.n_rows))
-    return _sorted_items(rows, longest_first), offsets
+    return _sorted_items(rows, _sorted_items(room, np.arange(len(lengths), dtype=np.int32))), offsets
 
 
 def _sorted_items(keys: Ints, items: Int32s) -> Int32s:

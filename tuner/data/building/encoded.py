@@ -4,7 +4,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,17 +13,16 @@ import pyarrow as pa
 from tuner.config.methods import Examples
 from tuner.data.building.pack import NO_TRAINED_TOKEN, REPEATS
 from tuner.data.building.repetition import Repetition, repeating
-from tuner.data.encoding.compared import AnyEncoder
-from tuner.data.encoding.encode import CHECKS, Encoder
-from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.encode import CHECKS, AnyEncoder, Encoder
+from tuner.data.encoding.place import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.ranges import offsets_of
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
-from tuner.data.reading.examples import NULLS, answers_of, has_null
+from tuner.data.reading.examples import NULLS, Learned, answers_of, has_null
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, form_read
+from tuner.data.reading.records import form_read
 from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
@@ -42,7 +40,7 @@ for its first one, and whether it is of the same record as the one before. Of a 
 hash of both hashes, and the sums."""
 
 
-_Found = tuple[int, RawRecord, Example | Compared | RecordProblem]
+_Found = tuple[int, RawRecord, Learned | RecordProblem]
 """A record after its block, by its place in the bundle, and with its example or why it has none."""
 
 
@@ -167,13 +165,6 @@ def documents_schema(vocab_size: int, examples: Examples) -> pa.Schema:
     ids = pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
     columns = [("input_ids", pa.list_(ids)), ("trained", pa.list_(pa.bool_())), ("prompt_tokens", pa.uint32())]
     return pa.schema([*columns, *_COLUMNS.get(examples.kind, [])])
-
-
-def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of an Arrow IPC stream file, one at a time in memory."""
-    # Read and not mapped: the pages of a mapped file count as this process's memory until the system wants them back.
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        yield from reader
 
 
 def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -324,7 +315,7 @@ class _KeptDocuments:
         lengths = np.diff(batch.offsets)
         table = np.empty(len(lengths) // self._each, dtype=TABLE)
         table["digest"] = _together(digest(batch.input_ids, batch.offsets), self._each)
-        table["length"], table["targets"] = (_summed(of, self._each) for of in (lengths, targets[kept]))
+        table["length"], table["targets"] = (of.reshape(-1, self._each).sum(axis=1) for of in (lengths, targets[kept]))
         table["follows"] = np.diff(batch.records[:: self._each], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
         ids = batch.input_ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
@@ -336,11 +327,6 @@ def _nulls(part: list[_Found]) -> Counter[str]:
     """The note on nulls that are trained as they are written."""
     usable = [(record.raw, example) for _, record, example in part if not isinstance(example, RecordProblem)]
     return Counter({NULLS: sum(b"null" in raw and has_null(answers_of(example)) for raw, example in usable)})
-
-
-def _summed(values: npt.NDArray[np.int64], each: int) -> npt.NDArray[np.int64]:
-    total: npt.NDArray[np.int64] = values if each == 1 else values.reshape(-1, each).sum(axis=1)
-    return total
 
 
 def _together(digests: npt.NDArray[np.uint64], each: int) -> npt.NDArray[np.uint64]:

@@ -8,18 +8,19 @@ where the cache lacks something: a training of data that is prepared starts with
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tuner.config.portions import Portion
 from tuner.data.building.cache import build_once, cache_path, others_may_write, valid
-from tuner.data.building.spec import PrepareSpec, expected_bytes, keys_of, sources_of
-from tuner.errors import DataError
+from tuner.data.building.spec import PrepareSpec, SplitSources, expected_bytes, keys_of, sources_of
+from tuner.data.sources import next_portion
+from tuner.errors import DataError, NoRowsError
+from tuner.runtime.console import Console
 from tuner.stages import url_of
 
-if TYPE_CHECKING:
-    from tuner.data.building.spec import SplitSources
-    from tuner.runtime.console import Console
 
 @dataclass(frozen=True)
 class PreparedInfo:
@@ -34,7 +35,7 @@ class PreparedInfo:
     """What of the result deserves a second look, the same for a cached one."""
 
 
-def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo:
+def prepare(spec: PrepareSpec, console: Console | None = None) -> PreparedInfo:
     """Return the prepared directory for `spec`, building what the cache lacks.
 
     Raises DataError for rows that cannot be used, and where most documents are dropped for their length though the
@@ -65,7 +66,7 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
     return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
 
 
-def prepare_to_use(spec: PrepareSpec, console: "Console") -> Path:
+def prepare_to_use(spec: PrepareSpec, console: Console) -> Path:
     """Return the prepared directory as `prepare` does, and say its warnings: for whoever does not show its report."""
     info = prepare(spec, console)
     for warning in info.warnings:
@@ -73,7 +74,7 @@ def prepare_to_use(spec: PrepareSpec, console: "Console") -> Path:
     return info.path
 
 
-def check_to_use(spec: PrepareSpec, directory: Path, console: "Console") -> None:
+def check_to_use(spec: PrepareSpec, directory: Path, console: Console) -> None:
     """Say the warnings of a directory that was prepared for `spec`, wherever it lies.
 
     Raises DataError where most documents of a split are lost to their length though the recipe does not say so.
@@ -108,7 +109,7 @@ def prepared_path(spec: PrepareSpec) -> Path:
     return cache_path(spec.cache_dir, "prepared", keys_of(spec).prepared)
 
 
-def manifest_of(final: Path, console: "Console | None" = None) -> dict[str, Any] | None:
+def manifest_of(final: Path, console: Console | None = None) -> dict[str, Any] | None:
     """The manifest of prepared data that are whole: here, or in the store of the cache, from where they are fetched.
 
     With a console, what is here alone is published there.
@@ -120,7 +121,7 @@ def manifest_of(final: Path, console: "Console | None" = None) -> dict[str, Any]
     return valid(final, "prepared")
 
 
-def _with_own_names(report: dict[str, Any], sources: "SplitSources") -> dict[str, Any]:
+def _with_own_names(report: dict[str, Any], sources: SplitSources) -> dict[str, Any]:
     """The report with the names of this recipe's sources: who built the directory may have had others."""
     renamed: dict[str, list[dict[str, Any]]] = {}
     for split, known in report["sources"].items():
@@ -147,3 +148,19 @@ def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tup
 
     found = warnings_of(report, str(directory / "rejects.jsonl"), spec.examples.unit)
     return (*found, *length_warnings(spec, report, directory))
+
+
+def prepare_portions(spec: PrepareSpec, console: Console) -> Iterator[tuple[Portion, PreparedInfo | None]]:
+    """Yield each portion with what was prepared, None for one without rows, until one is not there.
+
+    Raises DataError naming a portion that cannot be prepared, MachineError.
+    """
+    done: list[Portion] = []
+    while isinstance(portion := next_portion(spec.data, done), Portion):
+        done.append(portion)
+        try:
+            yield portion, prepare(replace(spec, portion=portion), console)
+        except NoRowsError:
+            yield portion, None
+        except DataError as error:
+            raise DataError(f"{spec.called(portion)}: {error.message}", hint=error.hint) from error

@@ -10,17 +10,15 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
-from tuner.data.building.pool import QUEUED, QUIET, WINDOW, PoolJob, WorkerDiedError
+from tuner.data.building.pool import QUEUED, QUIET, WINDOW, Answer, Item, PoolJob, WorkerDiedError
 from tuner.data.building.worker import hear, heard, portable
 from tuner.errors import DataError
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.ray_cluster import cannot_begin, joined, node_versions, require_same
 from tuner.runtime.warned import pass_on
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 LOST = 20
 """How often a task whose worker is lost is begun again: what loses so many workers loses every one."""
 _started: dict[str, Callable[[Any], Any]] = {}

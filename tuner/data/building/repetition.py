@@ -16,9 +16,7 @@ class Repetition(NamedTuple):
     max_count: int
 
 
-def repeating(
-    ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], limits: Repetition
-) -> npt.NDArray[np.bool_]:
+def repeating(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], limits: Repetition) -> npt.NDArray[np.bool_]:
     """Return bool[documents]: whether a pattern stands in a document more than `max_count` times in a row.
 
     `ids` are uint32[tokens] of documents that lie one after another, `offsets` int64[documents + 1]. A pattern of p

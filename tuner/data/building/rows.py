@@ -1,15 +1,17 @@
 """The second level of prepared data: rows packed from encoded documents, with samples and probes of ids.
 
-Imported where the cache lacks the rows of a spec.
+Imported where the cache lacks the rows of a spec. The files of a split's rows are written block by block: in the memory
+of one block, however many there are.
 """
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jsonlines
 import numpy as np
@@ -19,19 +21,17 @@ import pyarrow as pa
 from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, build_documents
-from tuner.data.building.encoded import digest, record_batches
-from tuner.data.building.pack import cut, in_order
+from tuner.data.building.encoded import digest
+from tuner.data.building.pack import LOSSES, CutSoFar, Segments, cut, in_blocks, in_order, row_batches
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
-from tuner.data.building.rows_file import segments_of, write_rows
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
-from tuner.data.prepared import PARTNERS_SCHEMA, arrow, view
+from tuner.data.prepared import COUNTS, PARTNERS_SCHEMA, ROWS_SCHEMA, arrow, record_batches, row_counts, view
 from tuner.data.ranges import offsets_of, ranges
 from tuner.data.reading.blocks import blocks, examples_of
-from tuner.data.reading.examples import answers_of
+from tuner.data.reading.examples import Conversation, Example, PlainText, PromptCompletion, Tokens, answers_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
 from tuner.runtime.console import Console
 from tuner.runtime.files import sha256_file
@@ -232,3 +232,67 @@ def _prompts(documents: Path) -> Iterator[npt.NDArray[np.uint64]]:
         lists = batch.column("input_ids")
         offsets, counts = view(lists.offsets).astype(np.int64), view(batch.column("prompt_tokens")).astype(np.int64)
         yield digest(view(lists.values)[ranges(offsets[:-1], counts)], offsets_of(counts))
+
+
+class CutsBlock(Protocol):
+    """What cuts a block of documents: `cut` or `in_order` of :mod:`tuner.data.building.pack`, for rows of one kind."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch], *, carried: CutSoFar) -> Segments:
+        """Cut one block, which comes after what was carried."""
+
+
+def segments_of(batches: Iterator[pa.RecordBatch], max_length: int, cuts: CutsBlock) -> Iterator[Segments]:
+    """Yield the segments of documents, a block at a time; the one before is held until the next is cut."""
+    carried = CutSoFar()
+    for block in in_blocks(batches, max_length):
+        found = cuts(block, carried=carried)
+        carried = found.carried
+        yield found
+
+
+def write_rows(
+    path: Path, blocks: Iterator[Segments], max_length: int, packing: bool = True, sources: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Write `<split>.rows.arrow`, and of several blocks the counts of all rows next to it; return the report of both.
+
+    `sources` are as in :func:`~tuner.data.building.pack.row_batches`. OSError where it cannot be written.
+    """
+    sums, dropped = Counter[str](), Counter[str]()
+    n_blocks = documents = each = 0
+    last = -1
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
+        for segments in blocks:
+            rows = 0
+            for batch in row_batches(segments, max_length, packing, sources=sources):
+                writer.write_batch(batch)
+                rows += batch.num_rows
+            numbers, each = segments.document, segments.each
+            if len(numbers):
+                documents += int(np.count_nonzero(np.diff(numbers))) + (int(numbers[0]) != last)
+                last = int(numbers[-1])
+            tokens, trained = (int(column.sum(dtype=np.int64)) for column in (segments.tokens, segments.trained))
+            sums.update(rows=rows, tokens=tokens, trained=trained)
+            sums.update(segments.losses)
+            dropped.update(segments.dropped)
+            n_blocks += 1
+    if n_blocks > 1:
+        _write_counts(path)
+    return {
+        "packed_rows": sums["rows"],
+        "packed_documents": documents // each if sums["rows"] else 0,
+        "packed_tokens": sums["tokens"],
+        "packed_trained": sums["trained"],
+        "fill": round(sums["tokens"] / (sums["rows"] * max_length), 6) if sums["rows"] else 0.0,
+        "dropped_rows": dict(dropped),
+        **{name: sums[name] for name in LOSSES if name != "cut_prompts" or sums[name]},
+        **({"blocks": n_blocks} if n_blocks > 1 else {}),
+    }
+
+
+def _write_counts(rows: Path) -> None:
+    """The counts of rows that nobody holds in memory: they are mapped, and shared by the processes of a machine."""
+    with row_counts(rows).open("xb") as file:
+        for batch in record_batches(rows):
+            segments = np.diff(view(batch.column("document").offsets))
+            columns = [segments if name == "documents" else view(batch.column(name)) for name in COUNTS]
+            np.stack(columns, axis=1, dtype="<i8", casting="unsafe").tofile(file)

@@ -15,10 +15,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
+from tuner.data.batches import mixed
 from tuner.data.building.encoded import TABLE, Counts, Tally
 from tuner.data.building.spec import Source
-from tuner.data.mixed_order import mixed
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tuner.config.duration import Duration
+from tuner.config.numbers import Duration
 from tuner.config.portions import Portion
 from tuner.data.building.repetition import Repetition
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer, tokenizer_directory
-from tuner.data.portions import first_portion
-from tuner.data.sources import SourceFile, expand
+from tuner.data.sources import SourceFile, expand, first_portion
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.dist import cores
 from tuner.runtime.files import read_json, reading

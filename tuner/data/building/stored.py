@@ -20,9 +20,8 @@ from tuner.runtime.lock import FileLock
 from tuner.stages import url_of
 from tuner.stores.blocks import BLOCKS, STORED, block_hashes
 from tuner.stores.client import Client
-from tuner.stores.download import download
-from tuner.stores.entry import find_entry, publish_entry
-from tuner.stores.upload import open_file
+from tuner.stores.directory import find_entry, publish_entry
+from tuner.stores.transfer import download, open_file
 
 if TYPE_CHECKING:
     from tuner.runtime.console import Console
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 REST = ".rest"
 BLOCK_BYTES = 1 << 20
-"""Of a file that is fetched in blocks: a divisor of :data:`tuner.stores.upload.PART_BYTES`."""
+"""Of a file that is fetched in blocks: a divisor of :data:`tuner.stores.transfer.PART_BYTES`."""
 WHOLE_BYTES = 16 << 20
 """Documents of at most so many bytes are fetched whole."""
 

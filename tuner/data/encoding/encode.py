@@ -5,8 +5,13 @@ bytes, so the running sum of lengths says where each token lies, and the turns' 
 all records together: no token may straddle one, and before an answer must stand the very ids that the prompt alone has.
 What does not go this way (other kinds of tokenizers, control tokens written out by users, bytes that a tokenizer does
 not know) is placed one by one from the tokenizer's own character spans.
+
+Of pairs of answers and labelled answers each answer is encoded as one that is learned by itself. Both documents of a
+pair have the same ids before the answer: the prompt's own, since before every trained answer stand the ids that its
+prompt alone has. A record of which that cannot be shown for both answers is refused.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -14,17 +19,17 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.methods import ExampleKind
+from tuner.data.encoding import place
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder, WordEncoder
-from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Turns, edges_of, joined
-from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Alone, Placed, Placer
+from tuner.data.encoding.place import Alone, BatchTexts, Document, EncodedBatch, Flat, Placed, Placer, Turns, joined
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
-from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
-from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
+from tuner.data.encoding.tokenizer import ByteTable, Encoded, TextTokenizer, Unproven
 from tuner.data.encoding.turns import Planner, SpecialTokens, TrainOn, TurnPlan
-from tuner.data.ranges import Ints, offsets_of
+from tuner.data.ranges import Ints, offsets_of, ranges
+from tuner.data.reading.examples import Conversation, Example, Labelled, Learned, Pair, Tokens, answers_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation, Example, Tokens
 
 FAST_FROM_BYTES = 256 << 10
 """A batch of fewer bytes is not worth building and proving the fast encoder for."""
@@ -214,7 +219,7 @@ class Encoder:
             return Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
         # A control token between two texts: neither sees the other, and one call takes them all.
         ids = proven.encode(self._separator.join([*texts, ""]))
-        edges = edges_of(ids, table)
+        edges = place.edges_of(ids, table)
         ends = np.cumsum(sizes + len(self._separator.encode())).astype(edges.dtype)
         separators = np.searchsorted(edges, ends) - 1
         if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
@@ -245,7 +250,7 @@ class Encoder:
             return None
         ids = proven.encode(text)
         data = np.frombuffer(text.encode(), dtype=np.uint8)
-        edges = edges_of(ids, table)
+        edges = place.edges_of(ids, table)
         if int(edges[-1]) != len(data) or self._is_unknown[ids].any():
             return None
         begins = (data & 0xC0) != 0x80
@@ -259,7 +264,7 @@ class Encoder:
         ids = self._prompts.get(prompt)
         if ids is None:
             ids = self._tokenizer.encode_ids([prompt])[0] if self._proven is None else self._proven.encode(prompt)
-            if len(self._prompts) < KEPT_PROMPTS and len(prompt) < KEPT_CHARS:
+            if len(self._prompts) < place.KEPT_PROMPTS and len(prompt) < place.KEPT_CHARS:
                 self._prompts[prompt] = ids
         return ids
 
@@ -280,9 +285,7 @@ class Encoder:
         batch = EncodedBatch(flat.ids, trained, flat.offsets, prompts.astype(np.uint32), records, fast=count).only(keep)
         return self._framed(batch, framed[keep], np.array(texts.ends)[keep]) if framed.any() else batch
 
-    def _framed(
-        self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]
-    ) -> EncodedBatch:
+    def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]) -> EncodedBatch:
         """Put the tokenizer's own tokens around texts, and the end token after those that have one."""
         prefix, suffix = self._placer.frame
         sizes, trains = [len(prefix), len(suffix)], [self._train_on == "all"] * len(prefix) + [True] * len(suffix)
@@ -326,3 +329,124 @@ class Encoder:
 def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:
     before = len(text[:start].encode())
     return before, before + len(text[start:stop].encode())
+
+
+NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
+EQUAL = "chosen and rejected become the same tokens"
+OTHER_PROMPT = "the template writes the prompt of chosen and that of rejected differently"
+WITH_MARGIN = "pairs with a margin"
+AT_ITS_TURN = "answers written as at their turn: the whole conversation has no exact mask"
+_SIDES = ("chosen", "rejected")
+
+
+class AnyEncoder:
+    """Encodes examples of any kind."""
+
+    def __init__(self, encoder: Encoder, kind: ExampleKind) -> None:
+        """All examples are of this `kind`, which is the method's."""
+        self._encoder = encoder
+        self._kind = kind
+
+    def encode(self, examples: Sequence[Learned], total_bytes: int | None = None, checks: int = CHECKS) -> EncodedBatch:
+        """Encode as `Encoder.encode` does. The documents of a pair lie next to each other, or are both left out.
+
+        Labels and margins become columns; `prompt_tokens` are then all before the first trained token.
+        """
+        parts = [part for example in examples for part in answers_of(example)]
+        batch = self._encoder.encode(parts, total_bytes, checks)
+        if self._kind == "preference":
+            return _compared(batch, 2, "margin", _margins(examples))
+        if self._kind == "unpaired":
+            labels = [example.label for example in examples if isinstance(example, Labelled)]
+            return _compared(batch, 1, "label", np.array(labels, dtype=np.bool_))
+        return batch
+
+    def explain(self, example: Learned) -> Placed:
+        """Encode one example with the rule of every token. Raises RecordProblem."""
+        if not isinstance(example, (Pair, Labelled)):
+            return self._encoder.explain(example)
+        batch = self.encode([example])
+        if batch.problems:
+            raise batch.problems[0]
+        documents = [self._encoder.explain(part).documents[0] for part in answers_of(example)]
+        return Placed([_with_prompt(document) for document in documents], ())
+
+
+def _with_prompt(document: Document) -> Document:
+    trained = document.trained
+    return replace(document, prompt_tokens=int(np.argmax(trained)) if trained.any() else len(trained))
+
+
+def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.generic]) -> EncodedBatch:
+    """The documents of answers as those of examples, of which `each` belong to one, with a column of their `values`."""
+    problems: dict[int, RecordProblem] = {}
+    for part, problem in sorted(batch.problems.items()):
+        problems.setdefault(part // each, _placed(problem, _SIDES[part % 2] if each == 2 else None))
+    for part in np.flatnonzero(np.bincount(batch.records, minlength=len(values) * each) > 1).tolist():
+        problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
+    for part, left_out in batch.by_answer.items():
+        if left_out:
+            problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
+    records = batch.records // each
+    whole = batch.only(~np.isin(records, list(problems)))
+    prompts = _prompts(whole)
+    if each == 2:
+        pairs = whole.records[::2] // 2
+        for reason, found in _unlike(whole, prompts):
+            problems |= {record: RecordProblem(reason, 1) for record in pairs[found].tolist() if record not in problems}
+        keep = ~np.isin(whole.records // 2, list(problems))
+        whole, prompts = whole.only(keep), prompts[keep]
+    notes = Counter(batch.notes)
+    if batch.by_answer:
+        notes[AT_ITS_TURN] += sum(part // each not in problems for part in batch.by_answer)
+    own = whole.records // each
+    column = values[own]
+    if name == "margin" and (known := int((~np.isnan(column[::2])).sum())):
+        notes[WITH_MARGIN] += known
+    return replace(
+        whole, prompt_tokens=prompts.astype(np.uint32), records=own, problems=problems, by_answer={}, notes=notes,
+        fast=min(batch.fast, len(own)), columns={name: column},
+    )  # fmt: skip
+
+
+def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
+    """The problem of one answer's document, with the key of that answer for its place."""
+    if side is None:
+        return problem
+    return RecordProblem(problem.reason, problem.col if not problem.path else None, (side,), problem.hint)
+
+
+def _prompts(batch: EncodedBatch) -> Ints:
+    """int64[documents]: tokens before the first trained one; all of them where none is."""
+    at = np.append(np.flatnonzero(batch.trained), len(batch.trained))
+    first = at[np.searchsorted(at, batch.offsets[:-1])]
+    prompts: Ints = np.minimum(first, batch.offsets[1:]) - batch.offsets[:-1]
+    return prompts
+
+
+def _unlike(batch: EncodedBatch, prompts: Ints) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    """Reasons why pairs of neighbours are no two answers to one prompt, each with bool[pairs]."""
+    lengths = np.diff(batch.offsets)
+    chosen, rejected = slice(None, None, 2), slice(1, None, 2)
+    learned = (prompts < lengths)[chosen] & (prompts < lengths)[rejected]  # the others are left out for another reason
+    alike = prompts[chosen] == prompts[rejected]
+    shared = _equal_tokens(batch, np.where(alike, prompts[chosen], 0))
+    same_length = lengths[chosen] == lengths[rejected]
+    equal = same_length & _equal_tokens(batch, np.where(same_length, lengths[chosen], 0))
+    return [(EQUAL, equal), (OTHER_PROMPT, learned & ~(alike & shared))]
+
+
+def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
+    """bool[pairs]: whether both documents of a pair begin with the same `counts` ids."""
+    starts = batch.offsets[:-1]
+    one, other = (ranges(first, counts) for first in (starts[::2], starts[1::2]))
+    differs = batch.input_ids[one] != batch.input_ids[other]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    equal: npt.NDArray[np.bool_] = np.bincount(owner[differs], minlength=len(counts)) == 0
+    return equal
+
+
+def _margins(examples: Sequence[Learned]) -> npt.NDArray[np.float32]:
+    """float32[examples]: by how much chosen answers are preferred; NaN where a pair does not say."""
+    margins = (example.margin for example in examples if isinstance(example, Pair))
+    return np.array([np.nan if margin is None else margin for margin in margins], dtype=np.float32)

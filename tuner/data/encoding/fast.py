@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import regex  # type: ignore[import-untyped]
 
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
+from tuner.data.encoding.tokenizer import ByteTable, TextTokenizer, Unproven
 from tuner.data.ranges import ranges
 from tuner.runtime.memory import allocated_bytes, give_back, resident_bytes
 
@@ -104,9 +103,7 @@ class ProvenEncoder:
 
     def refuted(self, texts: Sequence[str]) -> set[str]:
         """Return the characters of `texts` that the two encoders treat differently; each is looked at once."""
-        codes = np.frombuffer(
-            "".join(text for text in texts if not text.isascii()).encode("utf-32-le"), dtype=np.uint32
-        )
+        codes = np.frombuffer("".join(t for t in texts if not t.isascii()).encode("utf-32-le"), dtype=np.uint32)
         if len(codes) == 0:
             return set()
         new = np.unique(codes[~self._known[codes]])

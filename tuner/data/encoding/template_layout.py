@@ -19,8 +19,8 @@ from tuner.data.encoding.template_limits import names
 from tuner.data.encoding.template_spy import Asked, TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Planner
+from tuner.data.reading.examples import Conversation
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Conversation
 from tuner.errors import DataError
 
 MAX_MESSAGES = 64
@@ -83,9 +83,7 @@ class TemplateLayout(NamedTuple):
 
     def part_starts(self, sizes: Sequence[int]) -> list[int]:
         """Return the byte at which each part starts, for contents of `sizes` bytes."""
-        return list(
-            accumulate((part + size for part, size in zip(self.part_bytes[:-1], sizes, strict=True)), initial=0)
-        )
+        return list(accumulate((own + size for own, size in zip(self.part_bytes[:-1], sizes, strict=True)), initial=0))
 
 
 class TemplateLayouts:
@@ -108,7 +106,9 @@ class TemplateLayouts:
     def _learn(self, shape: Shape) -> TemplateLayout | None:
         roles, train = shape.roles, shape.train
         asked = Asked()
-        spies = [TemplateSpy.make(_probe_text(i), asked) for i in range(len(roles))]
+        # Escaping, another case, shortened white space or a filter would all change these texts.
+        texts = (f"Qz{i}\u00dfq\t\"&'\\<>  \n\n {{}} %s \u0130z{i}K" for i in range(len(roles)))
+        spies = [TemplateSpy.make(text, asked) for text in texts]
         messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, spies, strict=True)]
         try:
             plans = self._planner.conversation(Conversation(messages, list(train), None), messages)
@@ -152,11 +152,6 @@ class TemplateLayouts:
         inside = None if last is None else _inside(last[0], edges)
         here = _inside(start, edges)
         return text[last[0] : start] if last is not None and inside and here and inside[0] == here[0] else None
-
-
-def _probe_text(i: int) -> str:
-    # Escaping, another case, shortened white space or a filter would all change it.
-    return f"Qz{i}\u00dfq\t\"&'\\<>  \n\n {{}} %s \u0130z{i}K"
 
 
 def _inside(position: int, edges: list[int]) -> tuple[int, int] | None:

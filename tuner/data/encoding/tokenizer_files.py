@@ -2,7 +2,7 @@
 
 What transformers loads is not what tokenizer.json says for many classes: `tuner.transformers_tokenizer` asks it, in a
 process of its own, once for each tokenizer and version. The answers are kept in the cache, those of other versions too:
-what changes from one version to the next is seen.
+what changes from one version to the next is seen. The chat templates that a recipe may name ship with the program.
 
     <cache>/tokenizers/<files>/<version of transformers>-<format>/    answer.json, and the files it replaces
 """
@@ -13,16 +13,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
-from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
+from tuner.data.encoding.tokenizer import TextTokenizer, byte_files, require_ids, with_control_tokens, with_tokens
 from tuner.errors import DataError, MachineError, PluginError
 from tuner.runtime import files as disk
 from tuner.runtime.lock import FileLock
@@ -31,14 +31,14 @@ from tuner.stages import cache_root
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
 
+
 BESIDE_MODEL = "with the config of the model"
 """What is said of a tokenizer that another class of transformers takes over next to the model that is trained."""
 OWN_CODE = "use.json"
 """In a job: the code of the user's own that is called with the tokenizer, and its arguments."""
 FORMAT = 2
 """Counts up when the same files and version would get another answer."""
-_CHILD = "tuner.transformers_tokenizer"
-_ANSWER = "answer.json"
+ANSWER = "answer.json"
 # What AutoTokenizer reads of a config.json to choose the class.
 _CHOOSING = ("model_type", "model_name", "tokenizer_class")
 _FILES = (
@@ -61,7 +61,6 @@ def load_tokenizer(
     """
     template, named = None, None
     if tokenizer.chat_template is not None:
-        from tuner.data.encoding.named_templates import named_template, template_source
 
         template, named = template_source(tokenizer.chat_template), named_template(tokenizer.chat_template)
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
@@ -69,7 +68,7 @@ def load_tokenizer(
     if tokenizer.name_or_path == "byte":
         beside = _model_config(model_path, revision)
         context = _LoadContext("tokenizer.name_or_path: byte", None, beside, cache, model_path)
-        files, ends = byte_tokenizer_files(), []
+        files, ends = byte_files(), []
     else:
         directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
         config = _config(directory)
@@ -226,15 +225,15 @@ class _LoadContext:
                 (job / path).write_bytes(content)
         self._run(job)
         answers = job / "answer"
-        answer = {**disk.read_json(answers / _ANSWER), "files": disk.file_entries(answers, exclude=(_ANSWER,))}
-        disk.write_atomic(answers / _ANSWER, disk.json_bytes(answer))
+        answer = {**disk.read_json(answers / ANSWER), "files": disk.file_entries(answers, exclude=(ANSWER,))}
+        disk.write_atomic(answers / ANSWER, disk.json_bytes(answer))
         return answer, {file: (answers / file).read_bytes() for file in answer["files"]}
 
     def _run(self, job: Path) -> None:
         """Run the child on a job. Raises DataError with the child's reason, and its OSError."""
         # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
-        command = [sys.executable, "-m", _CHILD, str(job)]
+        command = [sys.executable, "-m", "tuner.transformers_tokenizer", str(job)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
         if result.returncode == 2 and reason.isdigit():
@@ -278,8 +277,8 @@ def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
 def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """The answer of a directory and the files in it; None where there is none or it is damaged."""
     with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
-        disk.regular_size(directory / _ANSWER)
-        answer = disk.read_json(directory / _ANSWER)
+        disk.regular_size(directory / ANSWER)
+        answer = disk.read_json(directory / ANSWER)
         disk.verify_entries(directory, answer["files"], hash=True)
         return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
     return None
@@ -303,9 +302,9 @@ def _locked(root: Path) -> Iterator[bool]:
 
 def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
     """Versions of transformers with other ids, of those whose answers are kept."""
-    for path in sorted(root.glob(f"*-{FORMAT}/{_ANSWER}")):
+    for path in sorted(root.glob(f"*-{FORMAT}/{ANSWER}")):
         with suppress(DataError):
-            disk.regular_size(disk.unlinked(root, path.parent.name, _ANSWER))
+            disk.regular_size(disk.unlinked(root, path.parent.name, ANSWER))
             if disk.read_json(path).get("ids_sha256") != answer["ids_sha256"]:
                 yield path.parent.name.removesuffix(f"-{FORMAT}")
 
@@ -332,3 +331,50 @@ def _model_eos_ids(directory: Path) -> list[int]:
             value = disk.read_json(directory / name).get("eos_token_id")
             ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
     return ids
+
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "templates"
+_CONTROL_TOKENS = DIRECTORY / "control_tokens.json"
+"""The control tokens that each template writes, besides the tokenizer's own bos_token and eos_token."""
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A built-in template."""
+
+    name: str
+    source: str
+    tokens: Sequence[str]
+    """Control tokens that it writes; a tokenizer that lacks one is given it."""
+
+    def require_end(self, special_tokens: Mapping[str, str], where: str) -> None:
+        """Check that a tokenizer has the eos_token with which the template ends answers, if it does. DataError."""
+        if "eos_token" in self.source and "eos_token" not in special_tokens:
+            raise DataError(
+                f"{where}: the template {self.name} ends answers with the tokenizer's eos_token, and it has none",
+                hint="write tokenizer.chat_template: chatml, which brings its own end of turn",
+            )
+
+
+def named_template(name: str | None) -> NamedTemplate | None:
+    """Return the built-in template of this name; None for a path."""
+    if name not in CHAT_TEMPLATES:
+        return None
+    source = (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
+    tokens = json.loads(_CONTROL_TOKENS.read_bytes())
+    return NamedTemplate(name, source, tuple(tokens.get(name, ())))
+
+
+def template_source(name_or_path: str) -> str:
+    """Return the source of a template by its name, or from its file. DataError."""
+    named = named_template(name_or_path)
+    if named is not None:
+        return named.source
+    try:
+        return Path(name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(
+            f"tokenizer.chat_template: {name_or_path}: {reason}",
+            hint=f"name a file, or a template: {', '.join(CHAT_TEMPLATES)}",
+        ) from error

@@ -197,7 +197,9 @@ def _after_prompt(
         agrees = all(messages[:shared] == given for messages in said)
     else:
         shared = _equal_messages(said)
-        agrees = not isinstance(given, str) or any(_says(message, given) for message in said[0][:shared])
+        agrees = not isinstance(given, str) or any(
+            str(message["content"]).strip() == given.strip() for message in said[0][:shared]
+        )
     if not agrees:
         raise RecordProblem(f"{keys[-1]} does not repeat the {prompt.key} that it is an answer to", path=(keys[-1],))
     for key, messages in zip(keys, said, strict=False):
@@ -218,10 +220,6 @@ def _equal_messages(said: list[list[Message]]) -> int:
         return max((i + 1 for i, message in enumerate(said[0]) if message["role"] in {"system", "user"}), default=0)
     equal = [all(message == both[0] for message in both) for both in zip(*said, strict=False)]
     return next((i for i, same in enumerate(equal) if not same), len(equal))
-
-
-def _says(message: Message, text: str) -> bool:
-    return str(message["content"]).strip() == text.strip()
 
 
 def check_said(answer: Sequence[Message], key: str) -> None:

@@ -13,11 +13,12 @@ from itertools import islice
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import Block, RawRecord, parts
 from tuner.data.reading.data_sets import UNCOUNTED, records_in
+from tuner.data.reading.examples import Learned, PlainText, Tokens
 from tuner.data.reading.id_blocks import id_blocks, id_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, PlainText, Tokens, read_as
+from tuner.data.reading.records import read_as
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -25,7 +26,7 @@ from tuner.data.sources import Kind, SourceFile, file_error
 __all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]
 Cut = Callable[[SourceFile], Iterator[Block]]
 Records = Callable[[Block], Iterator[RawRecord]]
-Read = Example | Compared | RecordProblem
+Read = Learned | RecordProblem
 """What a record is an example of, or why it is none."""
 _WAYS: dict[Kind, tuple[Cut, Records]] = {
     "jsonl": (json_blocks, json_records), "json": (json_blocks, json_records), "csv": (csv_blocks, csv_records),

@@ -93,7 +93,7 @@ def learned(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
             yield _other({**prompt, "completion": keys.sides[0]})
     for name, key in keys.turns.items():
         yield from ({"prompt": key, "completion": answer} for answer in keys.named(key_names().answers))
-        form = turns_in(_at(record, key)) or ""
+        form = turns_in(value_at(record, key)[0]) or ""
         yield _other({form: key} | ({} if "." not in name else _beside(record, key)) | _system(keys, form))
     for prompt in _prompts(record, keys, chats):
         for answer in keys.named(key_names().answers):
@@ -135,18 +135,21 @@ def _system(keys: ColumnKeys, form: str) -> dict[str, str]:
 def _beside(record: Mapping[str, Any], key: str) -> dict[str, str]:
     """The tools that stand in an object next to its messages."""
     outer = key.rpartition(".")[0]
-    return {"tools": f"{outer}.tools"} if _at(record, f"{outer}.tools") else {}
+    return {"tools": f"{outer}.tools"} if value_at(record, f"{outer}.tools")[0] else {}
 
 
 def _other(columns: Mapping[str, str]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 
-def _at(record: Mapping[str, Any], name: str) -> Any:
+def value_at(record: Mapping[str, Any], name: str) -> tuple[Any, bool]:
+    """The value at a key, or at a dotted path into objects, and whether it is there."""
     item: Any = record
     for part in [name] if name in record else name.split("."):
-        item = item.get(part) if isinstance(item, Mapping) else None
-    return item
+        if not isinstance(item, Mapping) or part not in item:
+            return None, False
+        item = item[part]
+    return item, True
 
 
 def is_part(key: str) -> bool:

@@ -70,11 +70,24 @@ class Labelled(NamedTuple):
 
 Compared = Pair | Labelled
 """What is learned about answers by comparing them."""
+Learned = Example | Compared
+"""What a method makes of a record."""
+BY_TYPE = {PlainText: "text", Tokens: "tokens", PromptCompletion: "prompt_completion"}
+"""Examples that are of one form of record alone."""
 Record = Mapping[str, Any]
 NULLS = "null in tools or tool calls: trained as written"
 
 
-def answers_of(example: Example | Compared) -> tuple[Example, ...]:
+def document_of(example: Example) -> Example:
+    """What is learned of an example token by token: a lone message of the assistant, as ms-swift writes it, is text."""
+    if isinstance(example, Conversation) and [message["role"] for message in example.messages] == ["assistant"]:
+        message = example.messages[0]
+        if message.keys() <= {"role", "content"}:
+            return PlainText(message["content"])
+    return example
+
+
+def answers_of(example: Learned) -> tuple[Example, ...]:
     """What becomes a document each: both answers of a pair, the chosen one first."""
     if isinstance(example, Pair):
         return example.chosen, example.rejected

@@ -25,9 +25,7 @@ class RecordProblem(Exception):
     `hint` is the line to write in the recipe where one, apart from the source's, would make the record usable.
     """
 
-    def __init__(
-        self, reason: str, col: int | None = None, path: KeyPath = (), hint: str | None = None
-    ) -> None:
+    def __init__(self, reason: str, col: int | None = None, path: KeyPath = (), hint: str | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.col = col

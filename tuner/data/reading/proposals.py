@@ -13,19 +13,11 @@ from typing import Any
 
 import orjson
 
-from tuner.config.dump import flow
 from tuner.config.methods import ExampleKind
+from tuner.config.yaml import flow
 from tuner.data.reading.answers import label_key
 from tuner.data.reading.columns import ColumnKeys, compared, is_part, key_names, labelled, learned, turns_in, words_of
-from tuner.data.reading.examples import (
-    Compared,
-    Conversation,
-    Example,
-    Labelled,
-    PlainText,
-    PromptCompletion,
-    answers_of,
-)
+from tuner.data.reading.examples import Conversation, Labelled, Learned, PlainText, PromptCompletion, Record, answers_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import form_of, has_speakers, read_as, unread_keys
 
@@ -37,7 +29,6 @@ _LEARNS = {
     "sft": "to learn the answers", "pretrain": "to learn plain text",
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class ProposedReading:
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def try_on(self, record: Record) -> Example | Compared | None:
+    def try_on(self, record: Record) -> Learned | None:
         """The example in a record, or None."""
         try:
             return read_as(record, self.kind, self.format, self.columns)
@@ -161,7 +152,7 @@ def _used(reading: ProposedReading, records: Sequence[Record]) -> int:
     return points
 
 
-def _is_learned(example: Example | Compared, reading: ProposedReading, record: Record) -> bool:
+def _is_learned(example: Learned, reading: ProposedReading, record: Record) -> bool:
     """Whether an example has something to learn; numbers for labels may be classes of anything."""
     if isinstance(example, Labelled):
         label = record.get(reading.columns.get("label", label_key(record) or "label"))
@@ -215,7 +206,7 @@ def _tried(
     return Proposal(candidate, given, _aside(bad, example, candidate), not chats and is_chat)
 
 
-def is_whole(example: Example | Compared) -> bool:
+def is_whole(example: Learned) -> bool:
     """Whether what is learned answers something: a text apart, it has a prompt and ends with the answer to it."""
     if isinstance(example, PromptCompletion):
         return bool(example.prompt.strip())
@@ -231,20 +222,20 @@ def has_answer(example: Conversation) -> bool:
     return any(role == "assistant" and example.train[i] is not False for i, role in enumerate(roles) if i > first)
 
 
-def lost(record: Record, example: Example | Compared, reading: ProposedReading) -> list[str]:
+def lost(record: Record, example: Learned, reading: ProposedReading) -> list[str]:
     """Return the keys of what belongs to a prompt or an answer, by their names, and is in no part of the example."""
     unread = _unread(record, example, reading)
     return [key for key, value in unread if is_part(key) or turns_in(value) is not None]
 
 
-def _aside(record: Record, example: Example | Compared, reading: ProposedReading) -> tuple[str, ...]:
+def _aside(record: Record, example: Learned, reading: ProposedReading) -> tuple[str, ...]:
     """The keys of texts of several words that are not read, though their names do not say that they are aside."""
     unread, aside = _unread(record, example, reading), key_names().aside
     texts = [(key, text) for key, text in unread if isinstance(text, str) and aside.isdisjoint(words_of(key))]
     return tuple(key for key, text in texts if len(text.split()) > 1)
 
 
-def _unread(record: Record, example: Example | Compared, reading: ProposedReading) -> list[tuple[str, Any]]:
+def _unread(record: Record, example: Learned, reading: ProposedReading) -> list[tuple[str, Any]]:
     """The keys, with their values, of which a text is in no part of the example; but not of the other answer."""
     said = "\n".join(texts_in([*chain.from_iterable(answers_of(example))]))
     sides = ColumnKeys.of(record).sides or ()

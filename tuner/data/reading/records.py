@@ -6,30 +6,14 @@ null counts as absent: tables fill with null what a record does not have.
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import PROMPTS, SCORES, SIDES, label_key, labelled_of, learned_answer, pair_of, sides_of
-from tuner.data.reading.columns import other_side
-from tuner.data.reading.examples import (
-    Compared,
-    Conversation,
-    Example,
-    Labelled,
-    Pair,
-    PlainText,
-    PromptCompletion,
-    Record,
-    Tokens,
-    answers_of,
-)
+from tuner.data.reading.columns import other_side, value_at
+from tuner.data.reading.examples import BY_TYPE, Compared, Example, Learned, Record, answers_of, document_of
 from tuner.data.reading.forms import ROLES, SPEAKERS, from_alpaca, from_text, from_tokens, from_turns, refuse_media
 from tuner.data.reading.problems import RecordProblem, quoted
-
-__all__ = [
-    "ROLES", "SPEAKERS", "Compared", "Conversation", "Example", "Labelled", "Pair", "PlainText", "PromptCompletion",
-    "Tokens", "parse_compared", "parse_record",
-]  # fmt: skip
 
 _NO_COLUMNS: Mapping[str, str] = {}
 
@@ -45,15 +29,6 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
         return _parse(_renamed(value, columns) if columns else value, format, columns)
     except RecordProblem as problem:
         raise _named_as_written(problem, columns) from problem
-
-
-def document_of(example: Example) -> Example:
-    """What is learned of an example token by token: a lone message of the assistant, as ms-swift writes it, is text."""
-    if isinstance(example, Conversation) and [message["role"] for message in example.messages] == ["assistant"]:
-        message = example.messages[0]
-        if message.keys() <= {"role", "content"}:
-            return PlainText(message["content"])
-    return example
 
 
 def parse_compared(
@@ -77,7 +52,7 @@ def parse_compared(
         raise _named_as_written(problem, columns) from problem
 
 
-def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Example | Compared:  # noqa: A002
+def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Learned:  # noqa: A002
     """Return what a record is to a method of this kind; otherwise as `parse_record`."""
     if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
         return parse_compared(value, kind, format, columns)
@@ -153,21 +128,18 @@ def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | No
     return next(matching, None)
 
 
-_BY_TYPE = {PlainText: "text", Tokens: "tokens", PromptCompletion: "prompt_completion"}
-
-
 def form_read(
     value: Record,
-    example: Example | Compared,
+    example: Learned,
     format: str,
     columns: Sequence[tuple[str, str]],  # noqa: A002
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
-    if (found := _BY_TYPE.get(type(answers_of(example)[0]))) is not None:
+    if (found := BY_TYPE.get(type(answers_of(example)[0]))) is not None:
         return found
     if format != "auto":
         return format
-    told = ((form.keys[0], name) for name, form in FORMS.items() if name not in _BY_TYPE.values())
+    told = ((form.keys[0], name) for name, form in FORMS.items() if name not in BY_TYPE.values())
     for key, name in told:
         if value.get(key) is not None or (columns and any(key == ours for ours, _ in columns)):
             return name
@@ -209,9 +181,7 @@ def _read_keys(view: Record, kind: ExampleKind, answers: bool) -> Set[str]:
     return set() if form is None else {*FORMS[form].keys, *FORMS[form].also_read}
 
 
-def unused_texts(
-    value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft"
-) -> tuple[str, ...]:
+def unused_texts(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft") -> tuple[str, ...]:
     """Return the keys of a record whose text is not read."""
     if form_of(value, columns) == "tokens":
         return ()
@@ -223,7 +193,7 @@ def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
     """The record under our names; what was renamed is not seen under its own."""
     view = {key: item for key, item in value.items() if key not in columns.values()}
     for ours, theirs in columns.items():
-        item, found = _at(value, theirs)
+        item, found = value_at(value, theirs)
         if found:
             view[ours] = item
         elif ours not in _OPTIONAL:
@@ -231,18 +201,6 @@ def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
             hint = f"; did you mean {quoted(near[0])}?" if near else ""
             raise RecordProblem(f"no {theirs!r}, which columns names for {ours}{hint}", 1)
     return view
-
-
-def _at(value: Record, name: str) -> tuple[Any, bool]:
-    """The value at a key, or at a dotted path into objects, and whether it is there."""
-    if name in value:
-        return value[name], True
-    item: Any = value
-    for part in name.split("."):
-        if not isinstance(item, dict) or part not in item:
-            return None, False
-        item = item[part]
-    return item, True
 
 
 class RecordForm(NamedTuple):
@@ -267,7 +225,5 @@ FORMS: dict[str, RecordForm] = {
     "text": RecordForm(("text",), from_text),
     "tokens": RecordForm(("input_ids",), from_tokens),
 }
-_OPTIONAL = frozenset(
-    ("system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected")
-)
+_OPTIONAL = {"system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected"}
 """Keys that a record may leave out."""

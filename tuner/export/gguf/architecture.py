@@ -1,38 +1,33 @@
-"""A model of transformers as llama.cpp computes it: keys, names and layouts, by a table of families."""
+"""A model of transformers as llama.cpp computes it: keys, names and layouts, by a table of families.
+
+On a CPU it reads GELU off a table of float16 (ggml-cpu/vec.h: ggml_vec_geglu_f32).
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
-from ruamel.yaml import YAML
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from tuner.errors import RecipeError
-from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.tables import table
 from tuner.export.tensors import TensorSource, converted_tensors, held_tensor, made_tensor, mapped_tensor
+from tuner.model import transformers_private as here
 
-_TABLE = Path(__file__).with_name("architectures.yaml")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SUFFIXES = (".weight", ".bias")
 _OF_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1}
 """What llama.cpp takes where a file says nothing."""
-
-
-@functools.cache
-def table() -> Mapping[str, Any]:
-    """The file of families."""
-    loaded: Mapping[str, Any] = YAML(typ="safe").load(_TABLE)
-    return loaded
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Architecture:
     @staticmethod
     def of(config: PretrainedConfig) -> Architecture:
         """The row of a config."""
-        families = table()["families"]
+        families = table("architectures")["families"]
         if config.model_type not in families:
             raise RecipeError(
                 f"{config.model_type}: no GGUF of this architecture is proven",
@@ -55,7 +50,7 @@ class Architecture:
             )
         facts = {**config.to_dict(), **_computed(config)}
         architecture = Architecture(families[config.model_type], config, facts)
-        for key, wanted in {**table()["common"]["expect"], **architecture.row.get("expect", {})}.items():
+        for key, wanted in {**table("architectures")["common"]["expect"], **architecture.row.get("expect", {})}.items():
             expected = facts[wanted[1:]] if isinstance(wanted, str) and wanted.startswith("=") else wanted
             if (found := architecture.fact(key)) != expected:
                 raise RecipeError(
@@ -87,7 +82,7 @@ class Architecture:
         """The hyper-parameters of the file, by their keys in it."""
         found: dict[str, Any] = {}
         for kind, of in (("integers", int), ("numbers", float)):
-            for key, source in {**table()["common"][kind], **self.row.get(kind, {})}.items():
+            for key, source in {**table("architectures")["common"][kind], **self.row.get(kind, {})}.items():
                 if (value := self.fact(source)) is not None:
                     found[key] = of(value)
         for key, name in self.row.get("sized_by", {}).items():
@@ -236,3 +231,53 @@ def _factors(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     share = ((turns - low) / (high - low)).clamp(0, 1)
     factors: torch.Tensor = 1 / ((1 - share) / float(rope["factor"]) + share)
     return factors.float()
+
+
+_END = 10.0
+"""Beyond it GELU is its input, or 0, and no table is read."""
+_NOISE = 2e-6
+"""Of the inputs' root mean square: how far two programs that add in float32 are apart after some layers."""
+
+
+class TableGelu(torch.nn.Module):
+    """The tanh approximation at the input rounded to float16, rounded to float16; float32 in and out."""
+
+    draw: torch.Generator | None = None
+    """What moves inputs by float32's rounding, so that some are read one step of the table away."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What ggml gives for ``x`` of any shape."""
+        if self.draw is not None:
+            signs = torch.randint(0, 2, x.shape, generator=self.draw) * 2 - 1
+            x = x + signs * (_NOISE * x.square().mean().sqrt())
+        read = functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x.abs() < _END, read, x.clamp(min=0))
+
+
+def read_off_a_table(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with every GELU as ggml's."""
+    found = [
+        (parent, name) for parent in model.modules() for name, child in parent.named_children()
+        if isinstance(child, here.GELUTanh)
+    ]  # fmt: skip
+    assert found, "the table of families says that it has GELU"
+    for parent, name in found:
+        setattr(parent, name, TableGelu())
+    return model
+
+
+@contextmanager
+def other_steps(model: torch.nn.Module) -> Iterator[bool]:
+    """Inside it, inputs that float32's rounding leaves undecided between two steps of the table may take the other one.
+
+    Gives whether the model reads a table at all.
+    """
+    tables = [module for module in model.modules() if isinstance(module, TableGelu)]
+    draw = torch.Generator().manual_seed(0)
+    for module in tables:
+        module.draw = draw
+    try:
+        yield bool(tables)
+    finally:
+        for module in tables:
+            module.draw = None

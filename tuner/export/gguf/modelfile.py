@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from tuner.config.chat_templates import CHAT_TEMPLATES
-from tuner.data.encoding.named_templates import template_source
+from tuner.data.encoding.tokenizer_files import template_source
+from tuner.export.gguf.tables import table
 from tuner.runtime.files import write_atomic
 
 
@@ -31,13 +29,6 @@ class Modelfile:
         write_atomic(place(target), self.text.encode())
 
 
-@cache
-def templates() -> Mapping[str, str]:
-    """Named chat templates in Go's language; `BOS` stands for the token that begins a text."""
-    loaded: Mapping[str, str] = YAML(typ="safe").load(Path(__file__).with_name("ollama.yaml"))
-    return loaded
-
-
 def place(target: Path) -> Path:
     """Where the Modelfile of a file is."""
     return target.with_name(f"{target.name.removesuffix('.gguf')}.Modelfile")
@@ -49,7 +40,7 @@ def modelfile(name: str, tokenizer: Any, words: Mapping[str, Any], ends: Sequenc
     lines = [f"FROM ./{name}\n"]
     if found is not None:
         adds = words["tokenizer.ggml.add_bos_token"]
-        text = templates()[found].replace("BOS", "" if adds else tokenizer.bos_token or "")
+        text = table("ollama")[found].replace("BOS", "" if adds else tokenizer.bos_token or "")
         lines.append(f'TEMPLATE """{text.replace("EOS", tokenizer.eos_token or "")}"""\n')
     stops = tokenizer.convert_ids_to_tokens(list(ends))
     return Modelfile("".join([*lines, *(f'PARAMETER stop "{stop}"\n' for stop in stops)]), found)
@@ -57,4 +48,5 @@ def modelfile(name: str, tokenizer: Any, words: Mapping[str, Any], ends: Sequenc
 
 def named(template: str | None) -> str | None:
     """Which of ours a template is that has one in Go's language; None for another."""
-    return next((name for name in CHAT_TEMPLATES if name in templates() and template_source(name) == template), None)
+    known = [name for name in CHAT_TEMPLATES if name in table("ollama")]
+    return next((name for name in known if template_source(name) == template), None)

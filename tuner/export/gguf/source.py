@@ -12,12 +12,11 @@ from transformers import PretrainedConfig
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.errors import DataError, RecipeError
 from tuner.export import verify
-from tuner.export.frozen import published_tensors, require_same_frozen
 from tuner.export.gguf import lora
 from tuner.export.outputs import ExportedValues, trained_skeleton
 from tuner.export.source import ExportSource, Weights, path_of, resolve
 from tuner.export.tensors import OpenFiles, TensorSource
-from tuner.export.weights import config_in, load_trained, read_config
+from tuner.export.weights import config_in, load_trained, published_tensors, read_config, require_same_frozen
 from tuner.export.write import ADAPTER_CONFIG, generation_in
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.freeze import frozen_names

@@ -3,15 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from tokenizers import Tokenizer
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import RecipeError, TunerError
+from tuner.export.gguf.tables import table
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _A_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -112,7 +110,8 @@ def named_for(name: str, tokenizer: Any) -> str:
 
 def encoded_otherwise(tokenizer: Any, keys: Mapping[str, Any]) -> list[str]:
     """What llama.cpp gives other ids whatever its file says, with its cut; the proof asks for none of it."""
-    normalizer, cut = tokenizer.backend_tokenizer.normalizer, _cuts().get(keys.get("tokenizer.ggml.pre", ""), {})
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    cut = table("pre_tokenizers").get(keys.get("tokenizer.ggml.pre", ""), {})
     found = [str(cut["otherwise"])] if "otherwise" in cut else []
     if normalizer is not None and normalizer.normalize_str("e\u0301") == "\u00e9":
         found.append("characters in several parts, such as e and an accent: it composes none")
@@ -125,7 +124,7 @@ def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
     """llama.cpp's name for what cuts these texts as the tokenizer does. Raises RecipeError where nothing does."""
     wanted = _ids(facts, texts)
     whole = bool(facts["model"].get("ignore_merges"))
-    for name, cut in sorted(_cuts().items(), key=lambda item: bool(item[1].get("whole")) != whole):
+    for name, cut in sorted(table("pre_tokenizers").items(), key=lambda item: bool(item[1].get("whole")) != whole):
         splits = [_split(pattern) for pattern in cut["splits"]]
         bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         other = {
@@ -139,13 +138,6 @@ def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
         "llama.cpp has nothing known here that cuts text as this tokenizer does: its ids would be others",
         hint="serve the Hugging Face directory instead: docs/how-to/serve.md",
     )
-
-
-@cache
-def _cuts() -> Mapping[str, Any]:
-    """The file of cuts."""
-    loaded: Mapping[str, Any] = YAML(typ="safe").load(Path(__file__).with_name("pre_tokenizers.yaml"))
-    return loaded
 
 
 def _split(pattern: str) -> dict[str, Any]:

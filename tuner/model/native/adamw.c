@@ -1,6 +1,6 @@
 /* AdamW (Loshchilov & Hutter 2019) of one parameter in one pass: moments in 8 bits by blocks (train/moments.py) or in
-   float32, weights in float32, or in bfloat16 rounded by chance (train/stochastic.py). Each operation is
-   rounded by itself, as those of torch are: the same bits as train/adamw_update.py in plain torch. */
+   float32, weights in float32, or in bfloat16 rounded by chance (train/compact_adamw.py). Each operation is
+   rounded by itself, as those of torch are: the same bits as train/compact_adamw.py in plain torch. */
 #pragma GCC optimize("fp-contract=off")
 #pragma STDC FP_CONTRACT OFF
 #include <math.h>

@@ -37,10 +37,7 @@ def document_bounds(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
 
 
 def _call(
-    function: str,
-    heads: Sequence[torch.Tensor],
-    asked: ops.Scope,
-    others: dict[str, torch.Tensor],
+    function: str, heads: Sequence[torch.Tensor], asked: ops.Scope, others: dict[str, torch.Tensor],
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Run one of the kernel's functions over query, key and value ``[heads, T, width]``, each row dense."""

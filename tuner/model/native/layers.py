@@ -52,10 +52,7 @@ def _norm_backward(
 
 
 def _run_norm(
-    function: str,
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    output_type: torch.dtype,
+    function: str, source: torch.Tensor, weight: torch.Tensor, output_type: torch.dtype,
     **fields: torch.Tensor | float | None,
 ) -> None:
     library.call(

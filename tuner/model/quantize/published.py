@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from tuner.errors import DataError, RecipeError
-from tuner.model.quantize import int8, nf4
-from tuner.model.quantize.codes import BLOCK, Kind, Quantized, scale_columns
+from tuner.model.quantize.codes import BLOCK, INT8_STEP, Kind, Quantized, decode_nf4, nf4_values, scale_columns
 
 STATE = "quant_state.bitsandbytes__"
 _OF_4_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", f"{STATE}nf4", f"{STATE}fp4")
@@ -100,11 +99,11 @@ def dequantized_as_stored(name: str, parts: Mapping[str, torch.Tensor]) -> torch
     """
     if "SCB" in parts:
         codes, scales = _of_8_bits(name, parts)
-        return codes * scales[:, None] * int8.STEP
+        return codes * scales[:, None] * INT8_STEP
     state = _state(name, parts)
     rows, columns = state.shape
     each = _scales(name, parts, state).repeat_interleave(state.block)[: rows * columns]
-    values = nf4.decode(_bytes(name, parts, state))[: rows * columns]
+    values = decode_nf4(_bytes(name, parts, state))[: rows * columns]
     return (values * each).view(rows, columns).to(state.dtype)
 
 
@@ -134,7 +133,7 @@ def _state(name: str, parts: Mapping[str, torch.Tensor]) -> _State:
     if told.get("quant_type") != "nf4" or min(rows, columns, state.block) < 1:
         raise DataError(f"{name}: its {STATE}nf4 says {told.get('quant_type')!r}, {state.block} and {told['shape']}")
     table = parts.get("quant_map")
-    if table is None or not torch.equal(table.float(), nf4.values(table.device)):
+    if table is None or not torch.equal(table.float(), nf4_values(table.device)):
         raise DataError(f"{name}: its quant_map is not the 16 values of NF4")
     return state
 

@@ -11,11 +11,11 @@ import torch
 import triton
 from triton import language as tl
 
-from tuner.model.quantize import int8, nf4
+from tuner.model.quantize import codes
 from tuner.model.quantize.codes import BLOCK, kind_of
 
 _ROWS = {"nf4": 16, "int8": 8}
-_STEP: tl.constexpr = tl.constexpr(int8.STEP)
+_STEP: tl.constexpr = tl.constexpr(codes.INT8_STEP)
 
 
 @triton.jit
@@ -75,4 +75,4 @@ def fill(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> Non
 @cache
 def _values(device: torch.device) -> torch.Tensor:
     """Copied to a device once: a copy waits."""
-    return nf4.values(device)
+    return codes.nf4_values(device)

@@ -3,8 +3,9 @@
 Weights become DTensors over the axis, ``Shard(0)`` where a process has some outputs and ``Shard(1)`` where it takes
 some inputs; FSDP2 shards those on. What is whole on all processes has its whole gradient on each of them, but for norms
 and projections of which a process sees its own heads alone: their gradients are added up once, at the end of a step.
+A module stays what it is, and gets a forward of its own: a product with this process's part of a weight, and what
+processes exchange around it.
 """
-
 
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -15,17 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from tuner.model.adaptable import added_in_product, takes_product
 from tuner.model.adapter import ADAPTER
 from tuner.model.root import CausalLM
-from tuner.model.table import is_plain
+from tuner.model.table import LookedUp, is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
-from tuner.parallel.exchange import Group
+from tuner.parallel.exchange import Group, entered, gathered, own_part, summed
 from tuner.parallel.lookup import in_parts
-from tuner.parallel.tensor import layers
-from tuner.parallel.tensor.collectives import entered
 from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
 from tuner.runtime.parts import local
@@ -57,29 +57,29 @@ class _Splitter:
 
     def split(self, part: LayerSplit) -> None:
         """Give the layers of a part their forwards, and note what becomes of their parameters."""
-        enter = layers.SharedInput(self.group)
+        enter = SharedInput(self.group)
         enter.clear_after(part.module)
         for name, way in part.ways.items():
             layer = getattr(part.module, name)
             if way == "repeated":
-                layers.repeat_heads(layer, self._own_heads(name, part), enter)
+                repeat_heads(layer, self._own_heads(name, part), enter)
                 self.partial.append(layer)
                 if hasattr(part.module, "num_key_value_groups"):  # read by a class that attends by itself
                     vars(part.module)["num_key_value_groups"] = self._heads_of("q_proj", part) // self.group.size()
             elif way == "gathered_norm":
-                layers.gather_heads(layer, self.group)
+                gather_heads(layer, self.group)
             elif way != "partial_norm":
                 self._split_linear(layer, way, enter)
             elif part.named("columns"):
                 self.partial.append(layer)
 
-    def _split_linear(self, layer: Any, way: SplitWay, enter: layers.SharedInput) -> None:
+    def _split_linear(self, layer: Any, way: SplitWay, enter: "SharedInput") -> None:
         adapted = hasattr(layer, "get_base_layer")
         base, group = layer.get_base_layer() if adapted else layer, self.group
         forwards: dict[SplitWay, Callable[..., Any]] = {
-            "columns": layers.Columns(base, enter), "rows": layers.RowParallel(base, group),
-            "columns_gathered": layers.GatheredColumns(base, enter, group),
-            "rows_of_own": layers.RowsOfOwn(base, group),
+            "columns": Columns(base, enter), "rows": RowParallel(base, group),
+            "columns_gathered": GatheredColumns(base, enter, group),
+            "rows_of_own": RowsOfOwn(base, group),
         }
         wrap(base, Wrapper.SPLIT, forwards[way])
         by_outputs = way in ("columns", "columns_gathered")
@@ -105,7 +105,7 @@ class _Splitter:
         embedding = root.model.get_input_embeddings()
         table: Any = embedding.base_layer if isinstance(embedding, TrainableTokens) else embedding
         if is_plain(table):
-            wrap(table, Wrapper.SPLIT, layers.OwnRows(table, self.group))
+            wrap(table, Wrapper.SPLIT, OwnRows(table, self.group))
             if not isinstance(table.weight, DTensor):
                 self._dims[table.weight] = 0
 
@@ -144,13 +144,13 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
     """Have an adapted layer of peft's, whose base computes in one of the ways, add its adapter so, in place."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     if way == "columns":
-        wrap(up, Wrapper.SPLIT, layers.Columns(up, lambda given: entered(given, group)))
+        wrap(up, Wrapper.SPLIT, Columns(up, lambda given: entered(given, group)))
         if takes_product(layer, ADAPTER):
             wrap(layer, Wrapper.SPLIT, MethodType(_columns_forward, layer))
     elif way == "rows":
-        wrap(down, Wrapper.SPLIT, layers.RowParallel(down, group))
+        wrap(down, Wrapper.SPLIT, RowParallel(down, group))
         if not isinstance(dropout := layer.lora_dropout[ADAPTER], nn.Identity):
-            layer.lora_dropout[ADAPTER] = layers.OwnDropout(dropout.p, group)
+            layer.lora_dropout[ADAPTER] = OwnDropout(dropout.p, group)
     if layer.lora_magnitude_vector:
         vector = layer.lora_magnitude_vector[ADAPTER]
         wrap(vector, Wrapper.SPLIT, Lengths(vector, way, group))
@@ -171,7 +171,7 @@ def _columns_forward(layer: Any, source: torch.Tensor, *args: Any, **options: An
     """As :func:`tuner.model.adaptable.add_in_product` has it, with this process's rows of B."""
 
     def own_rows(up: Any, inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return up.forward.enter(inner), layers.own_weight(up)
+        return up.forward.enter(inner), own_weight(up)
 
     return added_in_product(layer, own_rows, source, *args, **options)
 
@@ -183,20 +183,13 @@ class Lengths:
         self._vector, self._way, self._group = vector, way, group
 
     def __call__(  # noqa: PLR0913 - peft's
-        self,
-        x: torch.Tensor,
-        *,
-        lora_A: Any,
-        lora_B: Any,
-        scaling: float,
-        base_layer: Any,
-        base_result: torch.Tensor | None = None,
-        adapter_name: str = ADAPTER,
+        self, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
+        base_result: torch.Tensor | None = None, adapter_name: str = ADAPTER,
     ) -> torch.Tensor:
         """What is added to the base's result, as in peft's ``DoraLinearLayer``: m / |W + s·B·A| of both products."""
-        factor = layers.own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)
+        factor = own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)
         base: torch.Tensor = base_layer(x) if base_result is None else base_result
-        if (bias := layers.held(base_layer.bias)) is not None:
+        if (bias := held(base_layer.bias)) is not None:
             base = base - bias
         added: torch.Tensor = lora_B(lora_A(x)) * scaling
         return (factor - 1) * base + factor * added
@@ -204,7 +197,7 @@ class Lengths:
     @torch.no_grad()
     def _lengths(self, base: Any, down: Any, up: Any, scaling: float, dtype: torch.dtype) -> torch.Tensor:
         """Lengths of the rows that this process hands on: all of them, or where it has some outputs, its own."""
-        weight, a, b = layers.own_weight(base).to(dtype), layers.own_weight(down), layers.own_weight(up)
+        weight, a, b = own_weight(base).to(dtype), own_weight(down), own_weight(up)
         size, rank = self._group.size(), self._group.rank()
         if self._way == "rows_of_own":
             a = a.chunk(size, 1)[rank]
@@ -221,3 +214,147 @@ class Lengths:
             squares = every.flatten()
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
+
+
+class SharedInput:
+    """What the layers of a part that take the same input share: its gradient is added up over processes once.
+
+    What was entered is kept until another input comes, or the part's forward ends.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._given: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The input as a layer takes it of which each process computes a part."""
+        if self._entered is None or given is not self._given:
+            self._given, self._entered = given, entered(given, self._group)
+        return self._entered
+
+    def clear_after(self, module: nn.Module) -> None:
+        """Keep nothing beyond a module's forward, however that ends."""
+        module.register_forward_hook(self._clear, always_call=True)
+
+    def _clear(self, *_: object) -> None:
+        self._given = self._entered = None
+
+
+def own_weight(layer: nn.Module) -> torch.Tensor:
+    """This process's part of a layer's weight."""
+    found = held(layer.weight)  # type: ignore[arg-type]  # modules' attributes have no types
+    assert found is not None
+    return found
+
+
+def held(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As :func:`tuner.runtime.parts.local`, in words that the compiler follows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Columns:
+    """The forward of a linear layer of which each process has some outputs: ``[..., in]`` to ``[..., out / T]``."""
+
+    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._layer, self.enter = layer, enter
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """This process's outputs."""
+        return functional.linear(self.enter(given), own_weight(self._layer), held(self._layer.bias))
+
+
+class GatheredColumns(Columns):
+    """The same where all outputs are gathered: ``[..., in]`` to ``[..., out]``."""
+
+    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor], group: Group) -> None:
+        super().__init__(layer, enter)
+        self._group = group
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """All outputs."""
+        return gathered(super().__call__(given), self._group)
+
+
+class RowParallel:
+    """The forward of a linear layer that takes some inputs on each process: ``[..., in / T]`` to ``[..., out]``.
+
+    Its bias is whole everywhere, and is added to the sum.
+    """
+
+    def __init__(self, layer: nn.Linear, group: Group) -> None:
+        self._layer, self._group = layer, group
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The whole product of this process's inputs and all others'."""
+        total = summed(functional.linear(given, own_weight(self._layer)), self._group)
+        bias = self._layer.bias
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class RowsOfOwn(RowParallel):
+    """The same where every process has the whole input: ``[..., in]`` to ``[..., out]``."""
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The whole product."""
+        return super().__call__(own_part(given, self._group))
+
+
+class OwnDropout(nn.Dropout):
+    """Dropout of this process's part of an input: the mask is drawn for all of it, as one process draws it."""
+
+    def __init__(self, share: float, group: Group) -> None:
+        super().__init__(share)
+        self._group = group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """The part ``[..., n]`` with its part of the mask."""
+        if not self.training or self.p == 0:
+            return input
+        ones = input.new_ones(*input.shape[:-1], input.shape[-1] * self._group.size())
+        return input * own_part(functional.dropout(ones, self.p), self._group)
+
+
+def repeat_heads(layer: nn.Module, own: slice, enter: SharedInput) -> None:
+    """Have a layer computed whole on each process, which hands the columns of its ``own`` heads on, in place.
+
+    Each process has that part of its parameters' gradients that comes through these heads.
+    """
+
+    layer.register_forward_pre_hook(lambda module, given: (enter(given[0]), *given[1:]))
+    layer.register_forward_hook(lambda module, given, output: output[..., own])
+
+
+def gather_heads(norm: nn.Module, group: Group) -> None:
+    """Have a norm over all heads see them all, and hand this process's own on, in place."""
+    norm.register_forward_pre_hook(lambda module, given: (gathered(given[0], group), *given[1:]))
+    norm.register_forward_hook(lambda module, given, output: own_part(output, group))
+
+
+# An embedding of whose rows each process has some: the rows that it lacks are zeros, and a sum brings them together.
+#
+# A row is on one process of a group alone: added to zeros it stays what it is. Its gradient is whole on each of them,
+# and each takes that of its own rows.
+
+class OwnRows(LookedUp):
+    """The forward of a plain embedding whose weight ``[V, D]`` lies in parts of rows. Collective."""
+
+    def __init__(self, embedding: nn.Embedding, group: Group) -> None:
+        super().__init__(embedding)
+        self._group = group
+        self._first = -(-embedding.num_embeddings // group.size()) * group.rank()
+
+    def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight for token ids."""
+        weight = own_weight(self.embedding)
+        places = input_ids - self._first
+        foreign = (places < 0) | (places >= len(weight))
+        if (padding := self.embedding.padding_idx) is not None:
+            padding -= self._first  # its gradient is none's
+        if len(weight):
+            inside = padding if padding is not None and 0 <= padding < len(weight) else None
+            own = functional.embedding(places.masked_fill(foreign, 0), weight, inside)
+            own = own.masked_fill(foreign[..., None], 0)
+        else:  # of a graph all the same, as on the other processes
+            own = weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
+        return summed(own, self._group)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.recipe import Recipe
-from tuner.run.meta import GIVEN
 from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.run.state import GIVEN
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly

@@ -58,17 +58,17 @@ class Kernels(Part):
         """What each is computed by, where there is a choice."""
         import torch
 
-        from tuner.model import flash_versions, loss_kernels
+        from tuner.model.fastest import USUAL_LOSS, Heads, fastest_loss, fastest_version
 
         cache, sections = ready.spec.cache_dir, step_sections(resolved)
         device, config = torch.device("cuda", torch.cuda.current_device()), resolved.config
-        heads = [asdict(heads) for heads in flash_versions.Heads.of(config)]
+        heads = [asdict(heads) for heads in Heads.of(config)]
         shapes: dict[str, dict[str, Any]] = {ATTENTION: {"heads": heads, "tokens": resolved.max_length}}
-        if sections.model.kernels == loss_kernels.USUAL and sections.train.precision in {"bf16", "fp8"}:
+        if sections.model.kernels == USUAL_LOSS and sections.train.precision in {"bf16", "fp8"}:
             shapes[LOSS] = {"vocabulary": config.get_text_config().vocab_size}
         ways: dict[str, Callable[[], Fastest | None]] = {
-            ATTENTION: lambda: flash_versions.fastest_version(config, device, cache, resolved.max_length),
-            LOSS: lambda: loss_kernels.fastest_loss(shapes[LOSS]["vocabulary"], device),
+            ATTENTION: lambda: fastest_version(config, device, cache, resolved.max_length),
+            LOSS: lambda: fastest_loss(shapes[LOSS]["vocabulary"], device),
         }
         found = {what: _kept(what, facts, ready, resolved, ways[what]) for what, facts in shapes.items()}
         return {what: one for what, one in found.items() if one is not None}

@@ -19,7 +19,7 @@ class Offload(Part):
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
         if assembly_spec(resolved).offload:
-            from tuner.setup.offloaded import offload_line
+            from tuner.setup.host_states import offload_line
 
             console.say("offload", offload_line(resolved))
         if self._has_host_states or self._has_host_shards:

@@ -3,7 +3,7 @@
 from tuner.config.optimizers import CustomOptimizer
 from tuner.run.parts.part import Before, Part
 from tuner.train.methods.method import check_method
-from tuner.train.schedule import check_schedule
+from tuner.train.plan import check_schedule
 
 
 class OwnCode(Part):
@@ -21,7 +21,7 @@ class OwnCode(Part):
         data = recipe.data
         for source in (*data.train, *(data.eval if isinstance(data.eval, tuple) else ())):
             if source.use is not None:
-                from tuner.data.reading.made import check_source
+                from tuner.data.reading.spool import check_source
 
                 check_source(source.use, source.args)
         if recipe.eval.tasks:

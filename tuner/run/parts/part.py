@@ -19,8 +19,8 @@ from tuner.data.prepared import PreparedData
 from tuner.run.changes import Reset, starts_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.status import RunStatus
+from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

@@ -37,9 +37,9 @@ class Store(Part):
     @contextmanager
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
         """Under the run's lease, to the end of the last upload. Raises MachineError where another launch has it."""
-        from tuner.run import machines, store  # which others do without
+        from tuner.run import store  # which others do without
 
-        self._write = machines.writer(self._stage, rank_info)
+        self._write = store.writer(self._stage, rank_info)
         with ExitStack() as held:
             if rank_info.is_main:
                 self._published = (held.enter_context(store.Publisher(self._stage, console)),)

@@ -16,7 +16,7 @@ from tuner.setup.resolve import Resolved
 from tuner.train.tasks import Task
 
 if TYPE_CHECKING:
-    from tuner.run.teacher_versions import TeacherVersions
+    from tuner.run.teacher import TeacherVersions
 
 
 class Teacher(Part):
@@ -41,7 +41,7 @@ class Teacher(Part):
         """The version that the launch begins with, where newer ones are looked for. Collective."""
         if self._method.teacher_every is None:
             return resolved
-        from tuner.run.teacher_versions import begin_versions
+        from tuner.run.teacher import begin_versions
 
         self._versions = begin_versions(self._method, ready.status, ready.spec)
         return replace(resolved, teacher=str(self._versions.path))

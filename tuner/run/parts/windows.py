@@ -14,15 +14,14 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import Assembly
-from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import Resolved
-from tuner.setup.timetable import Starts, Timetable
+from tuner.setup.timetable import PortionPlans, Starts, Timetable
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 from tuner.train.tasks import Task
 
 if TYPE_CHECKING:
-    from tuner.run.windows.opened import OpenedWindows
+    from tuner.run.windows.finder import OpenedWindows
     from tuner.rundir.windows import WindowPosition
 
 
@@ -39,8 +38,7 @@ class Windows(Part):
 
     def prepared(self, before: Before) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""
-        from tuner.run.windows.preparation import prepared_window
-        from tuner.run.windows.start import begin_windows
+        from tuner.run.windows.finder import begin_windows, prepared_window
 
         begun = begin_windows(before)
         if isinstance(begun, RunResult):
@@ -72,7 +70,7 @@ class Windows(Part):
 
     def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
         """The window that rank 0 came upon: a late one may have come in between. Collective."""
-        from tuner.run.windows.preparation import prepared_window
+        from tuner.run.windows.finder import prepared_window
 
         position = ranks.on_rank0(lambda: self._position)
         if position == self._position:
@@ -83,7 +81,7 @@ class Windows(Part):
 
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """The windows as the launch begins with them."""
-        from tuner.run.windows.opened import OpenedWindows, may_follow
+        from tuner.run.windows.finder import OpenedWindows, may_follow
 
         progress.more_to_come = not self._position.ended and may_follow(assembly, progress)
         self._opened = OpenedWindows(ready.spec, self._position.with_last_step(progress.plan.total_steps))

@@ -1,19 +1,112 @@
-"""The task that tells the person at the terminal how the run is getting on."""
+"""The tasks that tell the person at the terminal how the run is getting on: where the time until the first step went, a
+line of the newest step, and how long the run still takes.
+"""
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import combinations
+from math import lcm
+from typing import Any, Literal
 
-from tuner.config.duration import Duration
 from tuner.config.methods import LoggedFigure
-from tuner.run.tasks.time_left import TimeLeft
+from tuner.config.numbers import Duration
+from tuner.config.recipe import EvalSection
+from tuner.rundir.directory import RunDir
 from tuner.rundir.records import Records
+from tuner.runtime import startup
 from tuner.runtime.console import Console, ProgressBar, clock
+from tuner.setup.timetable import Timetable
+from tuner.train.plan import Cadence
 from tuner.train.progress import Progress
-from tuner.train.tasks import Event, Request, Task
+from tuner.train.tasks import Event, Request, TakenStep, Task
+
+NEWEST = 20
+"""Steps whose mean is the pace of those to come."""
+Work = Literal["evaluation", "samples", "save"]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due in a run besides steps, and when."""
+
+    total_steps: int
+    evaluation: Cadence
+    evaluates_at_end: bool
+    samples_always: bool
+    """Answer prompts at every evaluation, and not at the first and last step alone."""
+    saving: Cadence
+    marks: frozenset[int]
+    saves_at_end: bool
+
+    @staticmethod
+    def of(table: Timetable, settings: EvalSection, has_held_out: bool, saves_at_end: bool) -> "Due":
+        """What is due in a run of this timetable."""
+        return Due(
+            table.plan.total_steps,
+            reduce(Cadence.or_of, table.tasks, table.evaluation),
+            (has_held_out or bool(settings.tasks)) and settings.at_end,
+            settings.samples_at == "all",
+            table.saving,
+            table.keeping.at_steps,
+            saves_at_end,
+        )
+
+    def after(self, step: int) -> dict[Work, int]:
+        """How often each is due after ``step``, what the clock asks for left out."""
+        last = self.total_steps
+        often = self.evaluation.every_steps
+        evaluations = due_steps(often, step, last)
+        evaluations += sum(step < at <= last and all(at % n for n in often) for at in self.evaluation.at_steps)
+        at_last = step < last and (self.evaluates_at_end or self.evaluation.due_at(last))
+        evaluations += at_last and not self.evaluation.due_at(last)
+        saves = due_steps(self.saving.every_steps, step, last - 1)
+        saves += sum(step < mark < last and not self.saving.due_at(mark) for mark in self.marks)
+        saves += step < last and self.saves_at_end
+        return {"evaluation": evaluations, "samples": evaluations if self.samples_always else at_last, "save": saves}
+
+
+def due_steps(every: Collection[int], after: int, last: int) -> int:
+    """Steps in (after, last] that are multiples of any number of ``every``."""
+    periods: Sequence[int] = sorted(set(every))
+    count = 0
+    for size in range(1, len(periods) + 1):
+        sign = 1 if size % 2 else -1
+        count += sign * sum(max(0, last // lcm(*some) - after // lcm(*some)) for some in combinations(periods, size))
+    return count
+
+
+@dataclass
+class TimeLeft:
+    """Estimates from what steps and other work took in this launch; what was not yet measured counts for nothing."""
+
+    due: Due
+    took: dict[Work, float] = field(default_factory=dict)
+    """Seconds that each took last."""
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    _is_warm: bool = False
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long; the first one of a launch is slower than those after it."""
+        if len(self._steps) == 1 and not self._is_warm:
+            self._is_warm = True
+            self._steps.clear()
+        self._steps.append(seconds)
+
+    def seconds(self, step: int) -> float | None:
+        """Seconds from ``step`` to the end of the run; None before the first step of a launch."""
+        if not self._steps:
+            return None
+        left = (self.due.total_steps - step) * sum(self._steps) / len(self._steps)
+        counts = self.due.after(step)
+        left += sum(counts[work] * self.took.get(work, 0.0) for work in ("evaluation", "samples"))
+        by_clock = 0.0 if self.due.saving.every_seconds is None else left // self.due.saving.every_seconds
+        return left + (counts["save"] + by_clock) * self.took.get("save", 0.0)
+
 
 SHOWN_FIGURES = 2
 """Figures of a method that have a column: its first ones. MFU and the wait for data give way to them."""
@@ -198,3 +291,22 @@ def _shown(loss: float | None) -> str:
 def _brief(value: float) -> str:
     """A figure in at most 7 letters, as long as it has no more than six digits before its point."""
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
+
+
+class StartupTask(Task):
+    """Rank 0's; the host's time, which waits for compilers and for what a first step loads, and not for the step."""
+
+    def __init__(self, run: RunDir, record: dict[str, Any], console: Console, compiles: bool) -> None:
+        self._run, self._record, self._console = run, record, console
+        self._first = "compiling" if compiles else "first step"
+
+    def around_step(self, number: int) -> AbstractContextManager[None]:
+        """What the first step and the mock batch before it take is their own."""
+        return startup.phase(self._first) if startup.is_begun() else nullcontext()
+
+    def step_taken(self, taken: TakenStep) -> None:
+        """Say it once."""
+        if startup.is_begun() and not taken.left_out:
+            seconds, remarks = startup.end()
+            self._console.say("start", startup.in_words(seconds, remarks))
+            self._run.note_start(self._record, seconds)

@@ -1,34 +1,34 @@
-"""The tasks of a launch, in their order."""
+"""The tasks of a launch, in their order, and the one that ends it before its run is over."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
-from tuner.config.recipe import HealthSection, ProberSection
-from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
+from tuner.config.numbers import Duration
+from tuner.config.recipe import TIMES, HealthSection, ProberSection
 from tuner.run.parts.part import LaunchContext, TaskNeeds
-from tuner.run.tasks.console import ConsoleTask, columns_of
+from tuner.run.state import frozen_meta, run_meta, tokenizer_meta
+from tuner.run.tasks.console import ConsoleTask, Due, StartupTask, TimeLeft, columns_of
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
-from tuner.run.tasks.log import LogTask, MemoryTask
+from tuner.run.tasks.log import LogTask, MemoryTask, step_columns
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
-from tuner.run.tasks.startup import StartupTask
-from tuner.run.tasks.step_columns import step_columns
-from tuner.run.tasks.stop import StopTask
-from tuner.run.tasks.time_left import Due, TimeLeft
-from tuner.rundir.layout import METRICS, SAMPLES, rank_metrics
+from tuner.rundir.layout import METRICS, SAMPLES, STOP, rank_metrics
 from tuner.rundir.records import Records
 from tuner.runtime.memory import FreedMemory
 from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.build import Assembly
 from tuner.setup.resolve import method_section
 from tuner.setup.specs import TaskSections, task_sections
-from tuner.train.plan import cadence
-from tuner.train.tasks import Task, Tasks
+from tuner.train.plan import cadence, steps_of
+from tuner.train.tasks import Request, Task, Tasks
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter
@@ -180,7 +180,7 @@ def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> l
     """The tasks that measure ranks and layers in the steps of a cadence, where the recipe asks for it."""
     found = list[Task]()
     if sections.health.times_every is not None:
-        from tuner.run.tasks.rank_times import RankTimesTask
+        from tuner.run.tasks.health import RankTimesTask
 
         found.append(RankTimesTask(context, sections.health, log))
     if sections.logging.internals is not None:
@@ -188,3 +188,58 @@ def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> l
 
         found.append(InternalsTask(context, sections.logging.internals, log))
     return found
+
+
+class StopTask(Task):
+    """Asks for a stop on a signal, for a file (STOP in the run directory, or `train.stop_file`), and after
+    `train.stop_after`."""
+
+    def __init__(self, context: LaunchContext, stop_after: Duration | None, stop_file: str | None) -> None:
+        self._progress, self._signals = context.progress, context.signals
+        self._file = context.run.path / STOP
+        self._shared = None if stop_file is None else Path(stop_file)
+        self._steps, self._seconds = _limits(context.assembly, stop_after)
+        self._first_step, self._started = self._progress.step, time.monotonic()
+
+    def start(self) -> None:
+        """This launch begins here and now."""
+        self._first_step, self._started = self._progress.step, time.monotonic()
+
+    def request(self) -> Request:
+        """A stop, for whichever reason."""
+        is_asked = self._signals.requested or self._file.exists() or self._is_shared
+        return Request.STOP if is_asked or self._is_due else Request.NONE
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the launch has had all that `train.stop_after` allows it."""
+        steps, seconds = self._progress.step - self._first_step, time.monotonic() - self._started
+        return (self._steps is not None and steps >= self._steps) or (
+            self._seconds is not None and seconds >= self._seconds
+        )
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._shared is not None and self._shared.exists()
+
+    def reason(self, is_main: bool) -> str:
+        """What asked for the stop; a file in the run directory has done its work then, and ``is_main`` removes it. One
+        of several runs stays for the others."""
+        asked = self._file.exists()
+        if asked and is_main:
+            self._file.unlink(missing_ok=True)
+        if self._is_shared:
+            other = f"{self._shared} (train.stop_file)"
+        else:
+            # The request was agreed on by all: it may be a tracker's, a hook's, or a signal that only another rank got.
+            other = "stop_after" if self._is_due else "asked by a hook, a tracker or another process"
+        return self._signals.signal_name or (STOP if asked else other)
+
+
+def _limits(assembly: Assembly, limit: Duration | None) -> tuple[int | None, float | None]:
+    """`train.stop_after` as steps of this launch, or as seconds; None for what does not limit it."""
+    if limit is None:
+        return None, None
+    if limit.unit in TIMES:
+        return None, limit.seconds
+    return steps_of(limit, assembly.timetable.plan, assembly.prepared.train.tokens_per_row), None

@@ -1,17 +1,21 @@
-"""The task that writes a line of metrics.jsonl for every step, the clock that times them, and what looks at memory."""
+"""The task that writes a line of metrics.jsonl for every step, the clock that times them, what looks at memory, and
+columns that follow from the lines before: how often loss or gradient norm made a spike, and how far the tokens are by
+Chinchilla's measure.
+"""
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from tuner.run.tasks.step_columns import StepColumn
 from tuner.rundir.records import Records
 from tuner.runtime.device import DeviceMark, timeline_of
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
+from tuner.setup.specs import TaskSections
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, TakenStep, Task
@@ -76,7 +80,7 @@ class LogTask(Task):
 
     def __init__(
         self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
-        columns: Sequence[StepColumn] = (),
+        columns: Sequence["StepColumn"] = (),
     ) -> None:  # fmt: skip
         self.metrics, self.clock, self.columns = metrics, StepClock(device), list(columns)
         self._progress, self._mfu, self._device = progress, mfu, device
@@ -193,3 +197,62 @@ def reserved_memory(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     return {"mem_reserved_gib": round(torch.cuda.max_memory_reserved(device) / 2**30, 3)}
+
+
+CHINCHILLA_TOKENS = 20
+"""Tokens for each parameter (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556), of those without the input
+embedding, as the rules of a ladder count them."""
+
+
+class StepColumn(Protocol):
+    """What is added to the line of each step: asked once for each of the run, in order, by a resumed launch again."""
+
+    def of(self, line: Mapping[str, Any]) -> Mapping[str, float | None]:
+        """The columns of a line of metrics.jsonl, by name."""
+
+
+class SpikeScore:
+    """The share of steps with a spike: a loss or gradient norm that is not finite, or more than ``sigmas`` standard
+    deviations above the mean of the ``window`` steps before it; of all steps, and of the ``last`` ones."""
+
+    def __init__(self, sigmas: float, window: int, last: int) -> None:
+        self._sigmas = sigmas
+        self._window = deque[tuple[float, float]](maxlen=window)
+        self._last = deque[bool](maxlen=last)
+        self._spikes = self._steps = 0
+
+    def of(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Both shares, this step included; nothing of a step that the recipe leaves out."""
+        if "reason" in line:
+            return {}
+        values = (line["loss"], line["grad_norm"])
+        spike = None in values
+        if not spike:
+            if len(self._window) == self._window.maxlen:
+                before = np.array(self._window)
+                spike = bool((np.array(values) > before.mean(0) + self._sigmas * before.std(0, ddof=1)).any())
+            self._window.append(values)
+        self._last.append(spike)
+        self._spikes, self._steps = self._spikes + spike, self._steps + 1
+        shares = {"spike_score": self._spikes / self._steps, "spike_score_last": sum(self._last) / len(self._last)}
+        return {name: round(share, 6) for name, share in shares.items()}
+
+
+class Chinchilla:
+    """Tokens so far, in multiples of what is compute-optimal for so many ``parameters``."""
+
+    def __init__(self, parameters: int) -> None:
+        self._optimal = CHINCHILLA_TOKENS * parameters
+
+    def of(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """The multiple, the step's own tokens included."""
+        return {"chinchilla": round(line["tokens"] / self._optimal, 6)}
+
+
+def step_columns(sections: TaskSections) -> Iterator[StepColumn]:
+    """Those of a recipe: spikes where they are asked for, Chinchilla's measure where a model begins at random."""
+    logging = sections.logging
+    if logging.spike_score is not None:
+        yield SpikeScore(logging.spike_score, sections.spike_window, logging.spike_score_last)
+    if sections.trained_from_nothing is not None:
+        yield Chinchilla(sections.trained_from_nothing)

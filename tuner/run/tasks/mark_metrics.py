@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from tuner.run.tasks.trackers.tracker import point_of
+from tuner.run.tasks.trackers.choose import point_of
 from tuner.rundir.layout import MARKS, mark_metrics
 from tuner.runtime.files import make_dirs, write_json
 from tuner.train.progress import Progress

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tuner.checkpoint.manifest import step_name
-from tuner.config.duration import is_among
+from tuner.config.numbers import is_among
 from tuner.config.recipe import ProberSection
 from tuner.errors import counted
 from tuner.model.freeze import select_modules

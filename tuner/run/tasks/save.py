@@ -16,9 +16,9 @@ from tuner.errors import MachineError
 from tuner.run.background import Background
 from tuner.run.parts.part import LaunchContext
 from tuner.run.state import run_state
+from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.time_left import TimeLeft
-from tuner.rundir.keep import prune
+from tuner.rundir.checkpoints import prune
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, another_gloo_group, gloo_group
@@ -151,25 +151,14 @@ class Saver(Task):
         if self._staging.problem is not None:
             self._to_say.append(self._staging.problem)
 
-    def _sync_records(self) -> None:
-        for records in self._records:
-            records.sync()
-
     def _commit(
         self, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
     ) -> Snapshot:
         try:
-            ranks.on_rank0(self._sync_records)
-            save(
-                self.checkpoints,
-                snapshot.step,
-                tensors,
-                snapshot.state,
-                ranks.on_rank0(lambda: self._meta(snapshot.step)),
-                snapshot.probe,
-                staged=staged,
-                ranks=ranks,
-            )
+            ranks.on_rank0(lambda: list(map(Records.sync, self._records)))
+            meta = ranks.on_rank0(lambda: self._meta(snapshot.step))
+            step, state, probe = snapshot.step, snapshot.state, snapshot.probe
+            save(self.checkpoints, step, tensors, state, meta, probe, staged=staged, ranks=ranks)
         finally:
             if staged is not None:
                 staged.written.set()

@@ -5,20 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tuner.config.dump import recipe_dict
+from tuner.config.load import recipe_dict
 from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
+from tuner.run.tasks.console import TimeLeft
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.time_left import TimeLeft
-from tuner.run.windows.finder import Finder, WindowLook, waited
-from tuner.run.windows.opened import OpenedWindows
-from tuner.run.windows.preparation import PreparedBeside
+from tuner.run.windows.finder import Finder, OpenedWindows, PreparedBeside, WindowLook, waited
 from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, any_rank, gloo_group
-from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import recipe_again
+from tuner.setup.timetable import PortionPlans
 from tuner.train.tasks import Event, Request, TakenStep, Task
 
 LOOK_S = 1.0

@@ -73,11 +73,7 @@ class Distill(Method):
         return replace(batch, of_trained={"ids": ids, "log_p": log_p, "rest": made, "next": made})
 
     def terms(
-        self,
-        hidden: torch.Tensor,
-        head: OutputLayer,
-        targets: torch.Tensor,
-        columns: Mapping[str, torch.Tensor],
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor],
         teacher: TeacherLogits | None = None,
     ) -> Terms:
         """The loss against the teacher, or what the columns hold of it."""

@@ -52,26 +52,18 @@ def _robust(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     return (wrong * logsigmoid(-x) - (1 - wrong) * logsigmoid(x)) / (1 - 2 * wrong)
 
 
-def _sppo(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
-    half = 1 / (2 * section.beta)
-    return (ratios.chosen - half) ** 2 + (ratios.rejected + half) ** 2
-
-
 def _nca(ratios: preference.Pairs, section: DpoMethod) -> torch.Tensor:
     chosen, rejected = section.beta * ratios.chosen, section.beta * ratios.rejected
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
 LOSSES: Mapping[DpoLoss, PairLoss] = {
-    "sigmoid": _sigmoid,
-    "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
-    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2,
-    "robust": _robust,
-    "sigmoid_norm": lambda ratios, of: -logsigmoid(of.beta * ratios.per_token.difference),
+    "sigmoid": _sigmoid, "hinge": lambda ratios, of: torch.relu(1 + ratios.margin - of.beta * ratios.difference),
+    "ipo": lambda ratios, of: (ratios.per_token.difference - 1 / (2 * of.beta)) ** 2, "robust": _robust,
+    "nca": _nca, "sigmoid_norm": lambda ratios, of: -logsigmoid(of.beta * ratios.per_token.difference),
     "apo_zero": lambda ratios, of: torch.sigmoid(-of.beta * ratios.chosen) + torch.sigmoid(of.beta * ratios.rejected),
     "apo_down": lambda ratios, of: torch.sigmoid(of.beta * ratios.chosen) + torch.sigmoid(-of.beta * ratios.difference),
-    "sppo": _sppo,
-    "nca": _nca,
+    "sppo": lambda ratios, of: (ratios.chosen - 0.5 / of.beta) ** 2 + (ratios.rejected + 0.5 / of.beta) ** 2,
     "bco": lambda ratios, of: -logsigmoid(of.beta * ratios.chosen) - logsigmoid(-of.beta * ratios.rejected),
 }
 

@@ -5,7 +5,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform, Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
-
-if TYPE_CHECKING:
-    from tuner.model.cut import Positions
+from tuner.model.row_layout import Positions
 
 Counts = Mapping[str, float]
 """How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
@@ -42,7 +40,7 @@ class Microbatch(NamedTuple):
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     document_lengths: tuple[int, ...]
-    positions: "Positions"
+    positions: Positions
     targets: torch.Tensor
 
 

@@ -1,9 +1,11 @@
-"""Which tracker is opened, with what it needs, and what it is sent when a run goes on."""
+"""Which tracker is opened, with what it needs, and what it is sent: every line once and in order, over failures, kills
+and resumes. TensorBoard's files are read back with its own reader.
+"""
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,15 +15,142 @@ from typing import get_args
 import pytest
 
 from tests.fixtures.tables import cases
+from tests.run.tasks.trackers.readers import tensorboard_points
 from tuner.config.recipe import LoggingSection, Tracker
-from tuner.errors import MachineError
+from tuner.errors import DataError, MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
-from tuner.run.tasks.trackers import choose, outbox
-from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
+from tuner.run.tasks.trackers import choose
+from tuner.run.tasks.trackers.choose import TRACKERS, Memory, Outbox, TrackedPoint, check_trackers, tracker_hooks
 from tuner.train.plan import Plan
 from tuner.train.progress import Progress
 from tuner.train.tasks import Event
+
+
+class Store:
+    """A tracker that keeps what it gets, and fails while `down`."""
+
+    id = "run-1"
+    place = "nowhere"
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int]] = []
+        self.down = False
+        self.attempts = 0
+        self.closed = ""
+
+    def held(self) -> None:
+        pass
+
+    def send(self, points: Sequence[TrackedPoint]) -> None:
+        self.attempts += 1
+        if self.down:
+            raise ConnectionError("refused\nby the server")
+        self.points += [(point.kind, point.step) for point in points]
+
+    def close(self, status: str) -> None:
+        self.closed = status
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(choose, "LONGEST_WAIT_S", 0.002)
+
+
+def train(*steps: int) -> list[TrackedPoint]:
+    return [TrackedPoint("train", step, {"train/loss": 1.0}, 0.0) for step in steps]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never happened")
+
+
+def test_points_are_numbers_by_name() -> None:
+    line = {
+        "kind": "eval", "step": 5, "loss": 1.5, "note": "x", "sources": {"a/b": {"loss": 2}, "c": 3.0}, "none": None
+    }  # fmt: skip
+    point = choose.point_of(line)
+    assert (point.kind, point.step) == ("eval", 5)
+    assert point.values == {"eval/loss": 1.5, "eval/sources/a/b/loss": 2.0, "eval/sources/c": 3.0}
+    assert abs(point.time_s - time.time()) < 60
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert choose.points_of_file(path) == []
+    path.write_text('{"kind":"train","step":1,"loss":2.0}\n{"kind":"train","step":2,"lo')
+    assert [(point.step, point.values) for point in choose.points_of_file(path)] == [(1, {"train/loss": 2.0})]
+
+
+def test_every_point_is_sent_once_and_remembered(tmp_path: Path) -> None:
+    store, memory = Store(), Memory(tmp_path / "trackers" / "x.json")
+    assert memory.read() == (None, {})
+    box = Outbox("x", store, memory, {}, pytest.fail)
+    assert memory.read() == ("run-1", {}), "the id is kept before anything is sent"
+    box.put(train(1, 2))
+    until(lambda: memory.read()[1] == {"train": 2})
+    box.put([*train(3), TrackedPoint("eval", 3, {}, 0.0)])
+    box.close("finished")
+    assert store.points == [("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
+    assert store.closed == "finished"
+    assert memory.read() == ("run-1", {"train": 3, "eval": 3})
+
+
+def test_a_resumed_launch_sends_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
+    store, memory = Store(), Memory(tmp_path / "trackers" / "x.json")
+    first = Outbox("x", store, memory, {}, pytest.fail)
+    first.put(train(1, 2, 3, 4, 5))
+    first.close("failed")
+    # Killed at step 5 or later; metrics.jsonl was cut back to step 3, and 4 to 7 are taken (again).
+    second = Outbox("x", store, memory, memory.read()[1], pytest.fail)
+    second.put(train(1, 2, 3))
+    second.put(train(4, 5, 6, 7))
+    second.close("finished")
+    assert [step for _, step in store.points] == [1, 2, 3, 4, 5, 6, 7]
+    late = Store()
+    third = Outbox("y", late, Memory(tmp_path / "trackers" / "y.json"), {}, pytest.fail)
+    third.put(train(1, 2, 3))
+    third.close("finished")
+    assert [step for _, step in late.points] == [1, 2, 3], "a tracker that joins late gets what was before"
+
+
+def test_a_delivery_that_fails_is_warned_of_once_and_tried_again(tmp_path: Path) -> None:
+    store, warnings = Store(), list[str]()
+    store.down = True
+    box = Outbox("x", store, Memory(tmp_path / "x" / "x.json"), {}, warnings.append)
+    box.put(train(1))
+    until(lambda: store.attempts > 2)
+    box.put(train(2))
+    store.down = False
+    box.close("finished")
+    assert [step for _, step in store.points] == [1, 2]
+    assert warnings == ["x: ConnectionError: refused; training continues without it"]
+
+
+def test_what_could_not_be_sent_is_said_at_the_end(tmp_path: Path) -> None:
+    store, warnings = Store(), list[str]()
+    store.down = True
+    memory = Memory(tmp_path / "x" / "x.json")
+    box = Outbox("x", store, memory, {}, warnings.append)
+    box.put(train(1, 2))
+    box.close("stopped")
+    assert warnings[-1] == "x: 2 lines were not sent; metrics.jsonl has them"
+    assert memory.read() == ("run-1", {})
+    store.down = False
+    again = Outbox("x", store, memory, memory.read()[1], warnings.append)
+    again.put(train(1, 2))
+    again.close("finished")
+    assert [step for _, step in store.points] == [1, 2]
+
+
+def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"schema": "other"}')
+    with pytest.raises(DataError, match=r"x\.json: not a tracker's state"):
+        Memory(tmp_path / "x.json").read()
 
 
 class Server:
@@ -99,7 +228,6 @@ def test_a_tag_set_on_the_page_stops_the_run(tmp_path: Path, monkeypatch: pytest
     vars(fake).update(Api=Api, init=lambda **_: opened, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "tuner.run.tasks.trackers.wandb", raising=False)
-    monkeypatch.setattr(outbox, "INTERVAL_S", 0.001)
     logging = {"trackers": ["wandb"], "cancel_tags": ["cancel", "STOP-it"], "cancel_every": "0.002 s"}
     said: list[str] = []
     section = LoggingSection.model_validate(logging)
@@ -141,7 +269,7 @@ def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     facts = RunFacts(tmp_path / "run", "abc", 2, {"name": "r", "seed": 1}, 0)
-    run = TrackedRun(facts, LoggingSection(project="demo"))
+    run = choose.TrackedRun(facts, LoggingSection(project="demo"))
     tracker = TRACKERS["mlflow"].open(run, None)
     assert tracker.held() == {}
     tracker.send([TrackedPoint("train", step, {"train/tokens": step * 10.0}, 0.0) for step in (1, 2)])
@@ -154,3 +282,54 @@ def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest
 
 def test_every_tracker_that_a_recipe_may_name_can_be_opened() -> None:
     assert set(get_args(Tracker)) == set(TRACKERS)
+
+
+def launch(run_dir: Path, from_step: int, warnings: list[str]) -> Hooks:
+    pytest.importorskip("tensorboard")
+    section = LoggingSection.model_validate({"trackers": ["tensorboard"]})
+    facts = RunFacts(run_dir, "abc", 8, {"name": "r"}, from_step)
+    hooks = Hooks(tracker_hooks(section, lambda label, text: None, warnings.append), facts, Progress(Plan(8, 1, 8, 8)))
+    hooks.notify(Event("start", from_step, 0))
+    hooks.raise_error()
+    return hooks
+
+
+def take(hooks: Hooks, metrics: Path, first: int, last: int, loss: float) -> None:
+    for step in range(first, last + 1):
+        line = {"kind": "train", "step": step, "loss": loss, "lr": 0.5}
+        hooks.notify(Event("step", step, step, metrics=line))
+        with metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    hooks.notify(Event("evaluation", last, last, metrics={"kind": "eval", "step": last, "loss": loss}))
+
+
+def test_a_resumed_run_shows_each_step_once_with_its_newest_value(tmp_path: Path) -> None:
+    metrics, warnings = tmp_path / "metrics.jsonl", list[str]()
+    first = launch(tmp_path, 0, warnings)
+    take(first, metrics, 1, 5, loss=1.0)
+    first.notify(Event("end", 5, 5, status="failed"))
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    second = launch(tmp_path, 3, warnings)
+    take(second, metrics, 4, 8, loss=2.0)
+    second.notify(Event("end", 8, 8, status="finished"))
+    points = tensorboard_points(tmp_path)
+    assert points["train/loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), *((step, 2.0) for step in range(4, 9))]
+    assert points["eval/loss"] == [(8, 2.0)]
+    assert points["train/lr"] == [(step, 0.5) for step in range(1, 9)]
+    assert warnings == []
+
+
+def test_a_run_that_starts_over_shows_nothing_of_before(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    first = launch(tmp_path, 0, [])
+    first.notify(Event("evaluation", 0, 0, metrics={"kind": "eval", "step": 0, "loss": 9.0}))
+    take(first, metrics, 1, 2, loss=1.0)
+    first.notify(Event("end", 2, 2, status="failed"))
+    metrics.unlink()
+    again = launch(tmp_path, 0, [])
+    again.notify(Event("evaluation", 0, 0, metrics={"kind": "eval", "step": 0, "loss": 8.0}))
+    take(again, metrics, 1, 3, loss=2.0)
+    again.notify(Event("end", 3, 3, status="finished"))
+    points = tensorboard_points(tmp_path)
+    assert points["train/loss"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert points["eval/loss"] == [(0, 8.0), (3, 2.0)]

@@ -22,7 +22,7 @@ STEPS = list(range(1, 19))
 KILLED = """
 import os, signal, sys, time
 import tuner.train.loop as loop
-import tuner.run.tasks.trackers.outbox as outbox
+import tuner.run.tasks.trackers.choose as outbox
 outbox.INTERVAL_S = 0.01
 real = loop.optimizer_step
 def dying(state, index, *rest):

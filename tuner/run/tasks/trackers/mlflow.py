@@ -3,16 +3,17 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-# MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from tuner.config.dump import flatten
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
+from tuner.config.load import flatten
+from tuner.run.tasks.trackers.choose import TrackedPoint, TrackedRun
+
+# MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 EVERY_LINE = {
@@ -30,7 +31,8 @@ class Mlflow:
     def __init__(self, run: TrackedRun, known_id: str | None) -> None:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        self.place = tracking_uri(run.facts.run_dir)
+        database = run.facts.run_dir.parent / "mlflow.db"  # that all runs of a directory share
+        self.place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
         self._client = MlflowClient(self.place)
         if known_id is None:
             self.id = self._create(run)
@@ -72,8 +74,3 @@ class Mlflow:
         for start in range(0, len(params), CALL_PARAMS):
             self._client.log_batch(id_, params=params[start : start + CALL_PARAMS])
         return id_
-
-
-def tracking_uri(run_dir: Path) -> str:
-    """Where the run is tracked: the environment's server, else a database that all runs of a directory share."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.parent / 'mlflow.db'}"

@@ -6,7 +6,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
+from tuner.run.tasks.trackers.choose import TrackedPoint, TrackedRun
 
 
 class TensorBoard:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 import wandb
 
 from tuner.errors import MachineError
-from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
+from tuner.run.tasks.trackers.choose import TrackedPoint, TrackedRun
 
 FLUSH_S = 0.2
 """How often wandb's own process writes to its file; it does not outlive this one, and loses what it has not written."""
