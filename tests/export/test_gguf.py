@@ -343,8 +343,28 @@ def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> No
         assert [" after <call> " in each for each in said] == [True] * (family == "phi3")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     by_cut = {"tokenizer.ggml.pre": "granite-embed-multi-97m"}
-    first, second, _ = vocabulary.encoded_otherwise(tokenizer, by_cut)
+    tokenizer.chat_template = "{{ messages[0]['content'].strip() }}"
+    first, second, _, last = vocabulary.encoded_otherwise(tokenizer, by_cut)
     assert first.startswith("words such as ") and second.startswith("characters in several parts")
+    assert last.startswith("messages that begin or end with a no-break or wide space")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "asked"),
+    [
+        ("e\u0301", "", False), ("\u00e9", "", True), ("<call>  \u3000x", "", False), ("<call>  x\u3000", "", True),
+        ("", "\u3000x", False), ("", "x\x1c ", False), ("", " x\u3000y\n", True),
+    ],
+)  # fmt: skip
+def test_llama_cpp_is_asked_what_it_can_answer(tmp_path: Path, text: str, content: str, asked: bool) -> None:
+    write_tokenizer(tmp_path, "phi3")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    messages = [{"role": "user", "content": content}]
+    assert vocabulary.is_alike(tokenizer, text, messages) is asked
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert vocabulary.is_alike(tokenizer, text, messages) is (asked or bool(content))
 
 
 def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

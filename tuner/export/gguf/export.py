@@ -20,13 +20,13 @@ import torch
 import tuner
 from tuner.data.encoding.template import LoadedTemplates
 from tuner.errors import DataError, MachineError, RecipeError
-from tuner.export.gguf import engine, file, lora
+from tuner.export.gguf import engine, file, lora, vocabulary
 from tuner.export.gguf.architecture import Architecture, other_steps
 from tuner.export.gguf.engine import Likeliest, served
 from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.source import GgufSource
 from tuner.export.gguf.tables import table
-from tuner.export.gguf.vocabulary import chats_begin_so, encoded_otherwise, frame_of, named_for, rendered, vocabulary
+from tuner.export.gguf.vocabulary import frame_of, is_alike, rendered
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
 from tuner.export.verify import CLOCK, differing, not_published, short
@@ -122,7 +122,7 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
     around = [f"{first}{token}{last}" for token in added[:64] for first, last in places]
     texts = [*(each["text"] for each in recorded), *made, *around]
     bare, framed = (tokenizer(texts, add_special_tokens=special)["input_ids"] for special in (False, True))
-    if not chats_begin_so(tokenizer):
+    if not vocabulary.chats_begin_so(tokenizer):
         framed = [ids[frame_of(tokenizer)[0] :] for ids in framed]
     every: list[dict[str, Any]] = [{"messages": each} for each in chats]
     every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
@@ -133,7 +133,7 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
             if chat["messages"][-1]["role"] == "assistant":
                 chat = {**chat, "messages": chat["messages"][:-1]}  # noqa: PLW2901 - what asks for that answer
             text = rendered(partial(templates.render, tools=chat.get("tools")), chat["messages"])
-            if text is not None:
+            if text is not None and is_alike(tokenizer, text, chat["messages"]):
                 asks.append(chat)
                 wanted.append(text)
     names = tokenizer.convert_ids_to_tokens(list(ends))
@@ -342,8 +342,9 @@ def export_gguf(
         architecture = Architecture.of(source.config)
         tokenizer = load_tokenizer(source.tokenizer_directory)
         ends = ends_of(tokenizer, source.generation.get("eos_token_id"), getattr(source.config, "eos_token_id", None))
-        sample = [*fixed()[0], *(str(each["text"]) for each in source.texts)]
-        words = vocabulary(tokenizer, architecture.facts["vocab_size"], ends, sample)
+        recorded = [each for each in source.texts if is_alike(tokenizer, each["text"])]
+        sample = [*fixed()[0], *(str(each["text"]) for each in recorded)]
+        words = vocabulary.vocabulary(tokenizer, architecture.facts["vocab_size"], ends, sample)
         metadata = _metadata(source, tokenizer, verify)
         directory = stack.enter_context(temporary(target))
 
@@ -359,9 +360,9 @@ def export_gguf(
 
         exact = figures = base = None
         if verify:
-            texts = texts_of(tokenizer, source.texts, ends, source.tokenizer_directory)
+            texts = texts_of(tokenizer, recorded, ends, source.tokenizer_directory)
             reference = architecture.computed(source.reference())
-            prompts = prompts_of(texts, reference, source.texts, architecture.context)
+            prompts = prompts_of(texts, reference, recorded, architecture.context)
             base = written(f"base-of-{target.name}", "f32", is_base=True)[0] if source.low_rank else None
         for each in dict.fromkeys(("f32", kind) if verify else (kind,)):
             (directory / target.name).unlink(missing_ok=True)
@@ -372,7 +373,7 @@ def export_gguf(
         model = modelfile(target.name, tokenizer, words, ends) if with_modelfile else None
         published = _publish(files, target, model)
     size, seconds = sum(path.stat().st_size for path in published), time.perf_counter() - started
-    other, count = encoded_otherwise(tokenizer, words), len(published)
+    other, count = vocabulary.encoded_otherwise(tokenizer, words), len(published)
     return GgufReport(published[0], kind, architecture.name, size, seconds, exact, figures, other, count, model)
 
 
@@ -406,5 +407,5 @@ def _require_choices(
 
 def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any]:
     proof = f"llama.cpp of xllamacpp {importlib.metadata.version('xllamacpp')}" if verify else "not verified"
-    name = named_for(source.lineage["general.name"], tokenizer)
+    name = vocabulary.named_for(source.lineage["general.name"], tokenizer)
     return {**source.lineage, "general.name": name, "tuner.version": tuner.__version__, "tuner.verified": proof}

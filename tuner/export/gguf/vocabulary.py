@@ -2,6 +2,8 @@
 
 import json
 import re
+import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from tuner.export.gguf.tables import table
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _A_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _PHI = re.compile("phi-?3", re.IGNORECASE)
+_TRIM = re.compile(r"\|\s*trim\b|\.[lr]?strip\(\)")
 _NEVER = -1e9
 """The score of a token that no merge makes."""
 
@@ -110,14 +113,36 @@ def named_for(name: str, tokenizer: Any) -> str:
 
 def encoded_otherwise(tokenizer: Any, keys: Mapping[str, Any]) -> list[str]:
     """What llama.cpp gives other ids whatever its file says, with its cut; the proof asks for none of it."""
-    normalizer = tokenizer.backend_tokenizer.normalizer
     cut = table("pre_tokenizers").get(keys.get("tokenizer.ggml.pre", ""), {})
     found = [str(cut["otherwise"])] if "otherwise" in cut else []
-    if normalizer is not None and normalizer.normalize_str("e\u0301") == "\u00e9":
+    if _composes(tokenizer):
         found.append("characters in several parts, such as e and an accent: it composes none")
-    if takes := [token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip]:
+    if takes := _taking(tokenizer):
         found.append(f"no-break and wide spaces after {takes[-1]} and the like: it takes ASCII's with them")
+    if _TRIM.search(str(tokenizer.chat_template)):
+        found.append("messages that begin or end with a no-break or wide space: its templates trim ASCII's")
     return found
+
+
+def is_alike(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] = ()) -> bool:
+    """Whether llama.cpp can give a text, and messages, the ids that they have here: see :func:`encoded_otherwise`."""
+    if _composes(tokenizer) and not unicodedata.is_normalized("NFC", text):
+        return False
+    takes = "|".join(map(re.escape, _taking(tokenizer)))
+    if takes and re.search(rf"(?:{takes})\s*?[^\S\t-\r ]", text):
+        return False
+    trimmed = messages if _TRIM.search(str(tokenizer.chat_template)) else ()
+    contents = [each["content"] for each in trimmed if isinstance(each.get("content"), str)]
+    return all(content.strip() == content.strip(string.whitespace) for content in contents)
+
+
+def _composes(tokenizer: Any) -> bool:
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    return normalizer is not None and normalizer.normalize_str("e\u0301") == "\u00e9"
+
+
+def _taking(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip]
 
 
 def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
