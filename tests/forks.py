@@ -2,8 +2,8 @@
 
     python -m pytest -p tests.forks --forks 5
 
-Files are dealt in their order to whichever process is free, and the tests of a file stay together with what they share.
-A process that dies fails the test that it was in, and another one takes its place.
+Files are dealt in their order, the longest first, to whichever process is free, and the tests of a file stay together
+with what they share. A process that dies fails the test that it was in, and another one takes its place.
 """
 
 import gc
@@ -25,6 +25,8 @@ from tests.fixtures.forked import warm
 
 LOOKS = (50_000, 20, 20)
 """After how many new objects cycles are looked for, and how much more rarely among older ones: tests end soon."""
+FIRST = ("test_grouped_gradients.py", "test_parity.py")
+"""Files of half a minute each: begun last, all others would wait for them."""
 WORKER = "PYTEST_XDIST_WORKER"
 """The variable by which fixtures know that they are in one of several processes, as pytest-xdist names it."""
 
@@ -50,6 +52,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     leave_out()
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all, and what they share in it
     files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
+    files.sort(key=lambda items: items[0].path.name not in FIRST)
     _Deal(session, files).run(count)
     return True
 
