@@ -24,9 +24,12 @@ class Faulty:
         self.word, self.left, self.carried_out = "", 0, False
         self.puts: list[str] = []
         self.broken = 0
+        self.unconditional = False
 
     def put(self, store: Any, key: str, data: bytes, **words: Any) -> Any:
         self.puts.append(key)
+        if self.unconditional:
+            words.pop("mode", None)
         if self.left and self.word in key:
             self.left -= 1
             if self.carried_out:

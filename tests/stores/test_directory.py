@@ -167,16 +167,51 @@ def test_a_commit_that_was_taken_for_failed_is_followed(opened: Opened, library:
     assert opened().newest() == commit
 
 
-def test_a_writer_whose_lease_was_taken_commits_no_more(opened: Opened, stage: Path) -> None:
+@pytest.mark.parametrize("commits", [1, 4])  # of the four, two are removed: the number of the stopped one is free
+def test_a_writer_whose_lease_was_taken_commits_no_more(
+    opened: Opened, stage: Path, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
     stopped, second = opened(), opened()
+    monkeypatch.setattr(directories, "RENEWALS", 1e-3)  # it finds out itself
     with stopped.lease(stage, lock_is_free=True) as lost:
         snapshot = stopped.snapshot(stage, {})
         with second.lease(stage, lock_is_free=True):
-            last = second.publish(second.snapshot(stage, {}))
+            for _ in range(commits):
+                last = second.publish(second.snapshot(stage, {}))
+        known = StageState.read(stage).commit_id
         with pytest.raises(MachineError, match=r"another launch, \S+ pid \d+, has taken s3://bucket/run over"):
             stopped.publish(snapshot)
         assert lost.taken_by is not None
+        assert StageState.read(stage).commit_id == known, "its stage is based on what is there"
     assert opened().newest() == last
+
+
+@pytest.mark.parametrize("moment", ["_numbers", "names"])
+def test_a_writer_whose_lease_was_taken_removes_nothing(
+    opened: Opened, store: MemoryStore, stage: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It is stopped before it lists commits, or data; what it finds afterwards is another's."""
+    monkeypatch.setattr(directories, "RENEWALS", 1e-3)
+    stopped, second = opened(), opened()
+    of: Any = StoreDirectory if moment == "_numbers" else client.Client
+    listed = getattr(of, moment)
+
+    def overtaken(self: Any, *words: Any) -> Any:
+        if words in ((), (FILES,)):
+            monkeypatch.setattr(of, moment, listed)
+            with second.lease(stage, lock_is_free=True):
+                for step in range(2, 6):
+                    shutil.rmtree(stage / "checkpoints")
+                    second.publish(second.snapshot(filled(stage, step), {}))
+        return listed(self, *words)
+
+    with stopped.lease(stage, lock_is_free=True):
+        monkeypatch.setattr(of, moment, overtaken)
+        with pytest.raises(MachineError, match="has taken s3://bucket/run over"):
+            stopped.collect()
+    last = opened().newest()
+    assert last is not None and last.data <= set(keys(store, FILES))
+    assert len(keys(store, "tuner/commits")) == directories.KEPT_COMMITS
 
 
 def test_a_writer_without_a_lease_is_a_mistake(opened: Opened, stage: Path) -> None:
@@ -392,6 +427,12 @@ def test_a_damaged_one_runs_out(opened: Opened, store: MemoryStore, tmp_path: Pa
     obstore.put(store, LEASE, damaged)
     with opened().lease(tmp_path, lock_is_free=True):
         assert facts(store)["epoch"] == 1
+
+
+def test_a_store_that_ignores_conditions_is_refused(opened: Opened, library: Faulty, tmp_path: Path) -> None:
+    library.unconditional = True
+    with pytest.raises(MachineError, match="s3://bucket/run: this store does not look at the conditions of puts"):
+        opened().lease(tmp_path, lock_is_free=True).__enter__()
 
 
 def test_one_that_was_removed_is_put_again(opened: Opened, store: MemoryStore, tmp_path: Path) -> None:

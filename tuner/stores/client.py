@@ -109,12 +109,9 @@ class Client:
         put under a condition at most once in its life, so that finding one's own bytes means that the put was done,
         whatever its answer was.
         """
-        mode = "create" if version is None else dict(version)
         for _ in range(3):
             try:
-                with _errors(self.url):
-                    made = self.library.put(self.store, key, data, mode=mode, use_multipart=False)
-                    return data, _version(made)
+                return data, self._put_where(key, data, version)
             except MachineError as error:  # refused, or carried out and sent again, or carried out all the same
                 refused = error
             found = self.get(key)
@@ -123,6 +120,24 @@ class Client:
             if found is not None and found[1] != version:
                 return found
         raise refused
+
+    def require_conditions(self, key: str, data: bytes, version: Version | None) -> None:
+        """Repeat a conditional put that was done; raises MachineError where the store does it once more.
+
+        Some servers take the headers of conditions and do not look at them.
+        """
+        try:
+            self._put_where(key, data, version)
+        except MachineError:  # refused, as it has to be; or the store does not answer, which says nothing
+            return
+        ignored = f"{self.url}: this store does not look at the conditions of puts, so that two launches could mix"
+        hint = "choose one that does: Amazon's, Google's, Azure's, SeaweedFS, or a directory on a file system"
+        raise MachineError(ignored, hint=hint)
+
+    def _put_where(self, key: str, data: bytes, version: Version | None) -> Version:
+        mode = "create" if version is None else dict(version)
+        with _errors(self.url):
+            return _version(self.library.put(self.store, key, data, mode=mode, use_multipart=False))
 
     def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
         """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.

@@ -141,7 +141,7 @@ class StoreDirectory:
         """Upload what a snapshot has opened, commit it as the next number, and remove what only old commits named.
 
         Raises MachineError: the store then has no such commit, or has it and the answer was lost, which the next one
-        finds out. After a commit nothing is raised: what could not be removed is, after the next one.
+        finds out. What could not be removed is, after the next one.
         """
         try:
             lease, before = self._held(), self._last or _NOTHING
@@ -160,8 +160,7 @@ class StoreDirectory:
             del state.files[name]
         state.write(snapshot.directory)
         with suppress(MachineError, DataError):
-            lease.renew(commit.number)
-            self._prune(commit)
+            self._prune(lease, commit)
         return commit
 
     def require_based(self, stage: Path) -> None:
@@ -184,10 +183,11 @@ class StoreDirectory:
 
     def collect(self) -> int:
         """Remove data that no commit names, left by uploads that failed or were killed; how many objects."""
-        self._held()
+        lease = self._held()
         assert self._last is not None
-        kept = self._prune(self._last)
+        kept = self._prune(lease, self._last)
         orphans = [key for key in self._client.names(FILES) if key not in kept]
+        lease.renew()  # what a later holder has put is not among what was listed before this
         self._client.delete(orphans)
         return len(orphans)
 
@@ -243,20 +243,28 @@ class StoreDirectory:
         raise MachineError(f"{self.url}: others publish here all the time", hint="choose another directory")
 
     def _commit(self, lease: Lease, files: Mapping[str, StoredFile], note: Mapping[str, Any]) -> Commit:
-        """Put the next commit. Another's under its number is one that was on its way, as long as the lease is held."""
+        """Put the next commit. Another's under its number is one that was on its way, as long as the lease is held.
+
+        A number is given away once only while its commit is there: a later holder of the lease removes old ones. So the
+        lease is renewed after the put, which is done only where no other has taken it before.
+        """
         assert self._last is not None
         number = self._last.number
         for _ in range(ATTEMPTS):
             number += 1
             commit = Commit(number, str(uuid.uuid4()), lease.owner, files, note)
-            if self._put(commit):
+            there = self._put(commit)
+            lease.renew(number if there else None)
+            if there:
                 self._last = commit
                 return commit
-            lease.renew()
         raise MachineError(f"{self.url}: others publish here all the time", hint="choose another directory")
 
-    def _prune(self, newest: Commit) -> set[str]:
-        """Remove the commits but the newest two, then the data that only they named; the keys that are named still."""
+    def _prune(self, lease: Lease, newest: Commit) -> set[str]:
+        """Remove the commits but the newest two, then the data that only they named; the keys that are named still.
+
+        Raises MachineError where the lease was lost meanwhile: a later holder's commits are not among what was read.
+        """
         numbers = sorted(self._numbers() | {newest.number})
         kept = set(newest.data)
         with self._mutex:  # one that is taken after this is based on one of the newest two
@@ -269,6 +277,8 @@ class StoreDirectory:
             with suppress(DataError):  # a damaged listing goes; its data are found when orphans are
                 commit = read_commit(self._client, number)
                 named |= set() if commit is None else commit.data
+        if len(numbers) > KEPT_COMMITS:
+            lease.renew()
         self._client.delete([commit_key(number) for number in numbers[:-KEPT_COMMITS]])
         self._client.delete(sorted(named - kept))
         return kept
@@ -299,8 +309,8 @@ class Lease:
     It is one object, renewed over its last version, so that the store decides, and no two clocks are compared. Who
     finds another's lease waits until it has not been renewed for :data:`TTL_SECONDS` of his own monotonic clock, and
     takes it then; one whose process was on this machine and is gone (its lock on the stage is free) is taken at once.
-    It is not what keeps two writers apart, only what tells them early: that is the number of a commit, which the store
-    gives away once.
+    Two writers are kept apart by the numbers of commits, of which the store gives each away once while its commit is
+    there; and since old commits are removed, by a renewal after each put, which fails once another has the lease.
 
     `lock_is_free` says that this process holds the stage's own lock, so that no other process of this machine has it.
     `on_wait` is called once, with a sentence, where another's lease has to run out first. Entering raises MachineError
@@ -325,6 +335,7 @@ class Lease:
         self._mutex, self._stop = threading.Lock(), threading.Event()
         self._epoch = self._beat = 0
         self._version: Version | None = None
+        self._document = b""
         self._thread = threading.Thread(target=self._renewing, name="store lease", daemon=True)
 
     def check(self) -> None:
@@ -358,6 +369,7 @@ class Lease:
             if free or (seen and time.monotonic() - since > TTL_SECONDS):
                 self._epoch, self.number = facts["epoch"] + 1, facts["number"]
                 if self._put(version):
+                    self._client.require_conditions(LEASE, self._document, version)
                     break
             elif seen not in (b"", document):
                 in_use = f"{self._client.url} is in use by another launch, {_holder(facts)}"
@@ -391,9 +403,9 @@ class Lease:
             "place": self._place, "epoch": self._epoch, "beat": self._beat, "number": self.number,
             "released": released,
         }  # fmt: skip
-        document = json.dumps(facts, sort_keys=True).encode()
-        found = self._client.settle(LEASE, document, version)
-        if found is None or found[0] != document:
+        self._document = json.dumps(facts, sort_keys=True).encode()
+        found = self._client.settle(LEASE, self._document, version)
+        if found is None or found[0] != self._document:
             return False
         self._version = found[1]
         return True
