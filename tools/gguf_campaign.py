@@ -1,6 +1,6 @@
 """Every family that GGUF files are written of, asked in llama.cpp at length: texts, chats, answers, and every type.
 
-    python -m tools.gguf_campaign ASSETS --out .demo/campaigns/gguf.jsonl [--archs llama smollm2 ...] [--texts 10000]
+    python -m tools.gguf_campaign ASSETS --out .demo/campaigns/gguf.jsonl [--archs llama smollm2 ...] [--server PROGRAM]
 
 A tiny model of each family gets the tokenizer of a real one; `smollm2` is the model of .demo. At f32, by `tuner
 export-gguf`'s own proof and then at length: ids of texts (published ones, code, numbers, white space, emoji, all
@@ -8,7 +8,9 @@ scripts, long lines, added tokens inside) bare and framed, chats as rendered, th
 answers of 64 tokens. (A third of the chats has a system message, which some templates refuse; what the proof does not
 ask is left out.) Then the KL of four types, of a model whose rows fill the blocks of K-quants. A line of a family and
 type is added to the file as it ends; what is there is not done again. Exits with 1 where something differs that the
-page does not name. ASSETS is filled by `tools/fetch_assets.py ASSETS --campaign`.
+page does not name. ASSETS is filled by `tools/fetch_assets.py ASSETS --campaign`. The wheel reads GELU off a table of
+float16: with a `llama-server` that computes it (tools/llama_binary.py says how it is built) the families with GELU are
+asked at f32 once more, held against transformers' own.
 """
 
 import itertools
@@ -22,6 +24,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import AddedToken
@@ -33,7 +36,7 @@ from tools.tokenizer_campaign import chats
 from tools.tokenizer_families import FAMILIES as TOKENIZERS
 from tools.tokenizer_families import write_family
 from tuner.errors import TunerError
-from tuner.export.gguf import export
+from tuner.export.gguf import architecture, engine, export
 from tuner.export.gguf.architecture import Architecture
 from tuner.export.gguf.export import export_gguf
 from tuner.export.gguf.source import GgufSource, source_of
@@ -53,9 +56,8 @@ WIDE: dict[str, Any] = {
 """Rows that fill blocks of 256."""
 SMOLLM2 = ROOT / ".demo" / "smollm2"
 KINDS = ("bf16", "q8_0", "q4_0", "q4_k_m")
-BEYOND = "f32 beyond"
-"""At f32, of a family with GELU: gates beyond the table of float16 that llama.cpp reads it off, and so without its
-steps."""
+COMPUTED = "f32 computed"
+"""At f32, of a family with GELU: by a llama.cpp that computes it, against a model that does."""
 GELU = ("gemma2", "gemma3_text")
 PROMPTS, ANSWER, SHOWN = 4, 64, 5
 _EMOJI = "🙂🙃👩‍👩‍👧‍👦🇩🇪✅👍🏽🏳️‍🌈⚠️❤️‍🔥"
@@ -102,8 +104,8 @@ def made(draw: random.Random, pieces: Sequence[str], added: Sequence[str]) -> It
         yield "".join(make() for make in draw.choices(kinds, weights, k=draw.randint(1, 8)))
 
 
-def written(family: str, assets: Path, directory: Path, gates: float = 1) -> Path:
-    """A Hugging Face directory of the family, the weights of whose gates are multiplied."""
+def written(family: str, assets: Path, directory: Path) -> Path:
+    """A Hugging Face directory of the family."""
     if family == "smollm2":
         return Path(shutil.copytree(SMOLLM2, directory))
     if OF[family] == "SmolLM2":
@@ -127,8 +129,6 @@ def written(family: str, assets: Path, directory: Path, gates: float = 1) -> Pat
     def decided(model: Any) -> None:
         """Among so many tokens the likeliest would be a matter of rounding; with tied embeddings, never in doubt."""
         model.lm_head.weight.mul_(0.3 if model.config.tie_word_embeddings else 4)
-        for layer in model.model.layers if gates != 1 else ():
-            layer.mlp.gate_proj.weight.mul_(gates)
 
     with torch.no_grad():
         write_model(directory, family, decided, vocab_size=size, **ids)
@@ -208,11 +208,10 @@ def lines(
         started, row = time.monotonic(), dict[str, Any](arch=family, type=kind)
         file, place = work / f"{kind}.gguf", work / kind
         is_small = kind in KINDS and family != "smollm2"
-        gates = 4096 if kind == BEYOND else 1
-        model = write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place, gates)
+        model = write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place)
         try:
             source = source_of(model, print, "newest", TRAINED)
-            report = export_gguf(source, kind.removesuffix(" beyond"), file)
+            report = export_gguf(source, kind.removesuffix(" computed"), file)
             if report.exact is None or report.figures is None:
                 raise RuntimeError("not verified")
             row |= {"exact": report.exact.difference, "kl": report.figures.kl, "same": report.figures.greedy}
@@ -240,17 +239,25 @@ def main() -> int:
     """Ask every family that is wanted."""
     options = asked(
         __doc__, {"assets": Path}, out={"type": Path, "required": True}, archs=[*FAMILIES, "smollm2"], texts=10_000,
-        chats=2_200,
+        chats=2_200, server=(Path, "a llama-server that computes GELU"),
     )
     torch.set_num_threads(1)
     results = Results(options.out)
     done = {(row["arch"], row["type"]) for row in results.rows}
     for family in options.archs:
-        wanted = ("f32", *((BEYOND,) if family in GELU else ()), *KINDS)
-        kinds = [kind for kind in wanted if (family, kind) not in done]
+        counts = (options.texts, options.chats)
+        kinds = [kind for kind in ("f32", *KINDS) if (family, kind) not in done]
         with workplace() as work:
-            for row in lines(family, kinds, options.assets.resolve(), work, (options.texts, options.chats)):
+            for row in lines(family, kinds, options.assets.resolve(), work, counts):
                 results.add(row)
+        if options.server and family in GELU and (family, COMPUTED) not in done:
+            server, computes = ("-m", "tools.llama_binary", str(options.server.resolve())), lambda model: model
+            with (
+                workplace() as work, patch.object(engine, "SERVER", server),
+                patch.object(architecture, "read_off_a_table", computes),
+            ):  # fmt: skip
+                for row in lines(family, [COMPUTED], options.assets.resolve(), work, counts):
+                    results.add(row)
     wrong = [row for row in results.rows if not holds(row)]
     for row in wrong:
         print(f"DIFFERS {row['arch']} {row['type']}: {row.get('error') or row['examples']}")

@@ -26,6 +26,8 @@ from tuner.runtime.files import scratch_dir
 
 LOAD_S, ANSWER_S = 900.0, 600.0
 """How long a file may take to load, and the server to say the next thing."""
+SERVER = ("-m", "tuner.export.gguf.llama_server")
+"""What Python runs: it reads the job in a line, prints the address, and serves until it is killed."""
 GREEDY: Mapping[str, Any] = {"temperature": -1}
 _FORCED = 1e6
 """What is added to a token's logit so that it is the one that is drawn; log-probabilities are of the logits before."""
@@ -178,11 +180,10 @@ def served(path: Path, context: int, exact: bool = False, adapter: Path | None =
     key = secrets.token_hex(16)
     job = {"model": str(path), "context": context, "threads": threads, "key": key, "exact": exact}
     job["adapter"] = None if adapter is None else str(adapter)
-    command = [sys.executable, "-m", "tuner.export.gguf.llama_server"]
     with scratch_dir("gguf-") as directory, (directory / "llama.log").open("wb") as log:
         # In a session of its own: Ctrl-C ends an answer, not the server.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            [sys.executable, *SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
         )
         too_long = Timer(LOAD_S, process.kill)
         try:
