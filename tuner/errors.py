@@ -82,10 +82,7 @@ class Problem:
     def document(self) -> dict[str, Any]:
         """The problem as a JSON document holds it."""
         return {
-            "file": self.file,
-            "line": self.line,
-            "column": self.column,
-            "key": self.key or None,
+            "file": self.file, "line": self.line, "column": self.column, "key": self.key or None,
             "message": self.message,
         }
 
@@ -157,28 +154,22 @@ class DivergedError(TunerError):
     exit_code = ExitCode.DIVERGED
 
 
-MACHINE_ERRORS = frozenset(
-    {
-        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EIO,
-        errno.ESTALE, errno.ENOLCK,
-    }
-)  # fmt: skip
+MACHINE_ERRORS = frozenset((
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EIO,
+    errno.ESTALE, errno.ENOLCK,
+))  # fmt: skip
 
 
 # Near a full card the first allocation that fails is often not one of torch's allocator, which has a class for it, but
 # one of a library that torch calls: each has words of its own, in a bare RuntimeError or a child of it.
-_NO_MEMORY = re.compile(
-    "|".join(
-        (
-            r"can't allocate memory|not enough memory: you tried to allocate",  # torch, of the host's
-            r"CUDA out of memory|CUDA(?: driver)? error: out of memory",
-            r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",
-            r"CU(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED",
-            r"Triton Error \[CUDA\]: out of memory",
-            r"Failed to CUDA (?:host )?\w*alloc|Cuda failure (?:\d+ )?'out of memory'",  # NCCL
-        )
-    )
-)
+_NO_MEMORY = re.compile("|".join((
+    r"can't allocate memory|not enough memory: you tried to allocate",  # torch, of the host's
+    r"CUDA out of memory|CUDA(?: driver)? error: out of memory",
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",
+    r"CU(?:BLAS|SOLVER|SPARSE|DNN)_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED",
+    r"Triton Error \[CUDA\]: out of memory",
+    r"Failed to CUDA (?:host )?\w*alloc|Cuda failure (?:\d+ )?'out of memory'",  # NCCL
+)))  # fmt: skip
 _NO_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 
 

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
-from tuner.errors import DataError, MachineError, RecipeError, TunerError, first_line
+from tuner.errors import DataError, MachineError, RecipeError, first_line
 from tuner.export.source import ExportSource, resolve
 from tuner.export.weights import DTYPES, base_of_kind, load_trained
 from tuner.export.write import ends_of, load_tokenizer, quiet
@@ -150,10 +150,8 @@ class Generator:
             streamer = None if show is None else _Shown(self.tokenizer, show)
             try:
                 output = self.model.generate(
-                    input_ids=given,
-                    attention_mask=torch.ones_like(given),
-                    generation_config=self._config(sampling, room),
-                    streamer=streamer,
+                    input_ids=given, attention_mask=torch.ones_like(given),
+                    generation_config=self._config(sampling, room), streamer=streamer,
                 )
             except KeyboardInterrupt:
                 if streamer is None:
@@ -167,16 +165,11 @@ class Generator:
     def _config(self, sampling: Sampling, room: int) -> transformers.GenerationConfig:
         ends = list(self.eos_ids) or None
         pad = self.tokenizer.pad_token_id
-        choice: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-            choice = {"do_sample": True, **drawn}
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        choice = drawn if sampling.temperature > 0 else {}
         return transformers.GenerationConfig(
-            max_new_tokens=room,
-            eos_token_id=ends,
-            pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
-            use_cache=True,
-            **choice,
+            max_new_tokens=room, eos_token_id=ends, pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
+            use_cache=True, do_sample=bool(choice), **choice,
         )
 
 
@@ -209,9 +202,7 @@ def load_generator(
 
 
 def make_generator(
-    model: Any,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    defaults: transformers.GenerationConfig | None,
+    model: Any, tokenizer: transformers.PreTrainedTokenizerBase, defaults: transformers.GenerationConfig | None,
     device: torch.device,
 ) -> Generator:
     """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
@@ -311,8 +302,6 @@ def _device() -> tuple[torch.device, torch.dtype]:
 def _readable_errors(name: str) -> Iterator[None]:
     try:
         yield
-    except TunerError:
-        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = first_line(error)
         if Path(name).is_dir():

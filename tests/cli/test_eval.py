@@ -11,7 +11,7 @@ from tests.caches import new_cache
 from tests.fixtures import commands, trainings
 from tests.multi import launcher
 from tuner.api.exports import export_hf
-from tuner.cli.work.eval import _load
+from tuner.cli.work.eval import _check_flags
 from tuner.config.load import Override, load_recipe
 from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.run.main import train
@@ -108,7 +108,7 @@ def test_the_document(place: Path) -> None:
 def test_a_number_of_processes_is_refused(place: Path) -> None:
     trained = find_trained(place / "runs" / "r", QUIET)
     with pytest.raises(RecipeError, match="eval runs in one process") as refused:
-        _load(trained, None, [Override("parallel.processes", "2")])
+        _check_flags(trained, [Override("parallel.processes", "2")])
     assert "torchrun" in str(refused.value.hint)
 
 

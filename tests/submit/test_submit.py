@@ -150,7 +150,7 @@ def test_what_is_no_value_is_refused(reader: str, text: str, says: str) -> None:
     readers: Mapping[str, Any] = {
         "volume": Volume.of, "memory": bytes_of, "time": seconds_of, "env": lambda each: variables([each]),
         "sbatch": lambda each: cluster.script(JOB, [each]),
-        "resource": lambda each: cluster.manifest(JOB, resources=[each]),
+        "resource": lambda each: cluster.manifest(JOB, resource=[each]),
     }  # fmt: skip
     with pytest.raises(RecipeError) as raised:
         readers[reader](text)

@@ -112,7 +112,7 @@ def problems_of(tree: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with a recipe."""
     problems = Problems()
     check(tree_of(tree, "recipe", Path()), problems)
-    return problems.found
+    return list(problems.found)
 
 
 def by_error(case: Case) -> Answer:

@@ -16,11 +16,8 @@ def load_generator(model: str | Path, base: str | None = None, quiet: bool = Fal
 
 
 def generate(
-    model: str | Path | Generator,
-    prompts: str | Sequence[str | Sequence[Message]],
-    sampling: Sampling | None = None,
-    system: str | None = None,
-    quiet: bool = False,
+    model: str | Path | Generator, prompts: str | Sequence[str | Sequence[Message]], sampling: Sampling | None = None,
+    system: str | None = None, quiet: bool = False,
 ) -> list[Answer]:
     """Answer prompts, each a text or a list of messages, through the chat template of a model's tokenizer."""
     generator = model if isinstance(model, Generator) else load_generator(model, quiet=quiet)

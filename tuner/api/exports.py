@@ -15,17 +15,10 @@ from tuner.rundir.in_store import publish
 
 
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: str | Path,
-    output: str | Path | None = None,
-    dtype: Literal["auto", "bf16", "fp32"] = "auto",
-    adapter: Literal["merge", "keep"] = "merge",
-    shard_size: str | int = "5GB",
-    step: int | Literal["newest", "best"] = "newest",
-    base_model: str | None = None,
-    text_only: bool = False,
-    base: Literal["auto", "original", "quantized"] = "auto",
-    weights: str = "trained",
-    keep_fp32: Sequence[str] = (),
+    path: str | Path, output: str | Path | None = None, dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    adapter: Literal["merge", "keep"] = "merge", shard_size: str | int = "5GB",
+    step: int | Literal["newest", "best"] = "newest", base_model: str | None = None, text_only: bool = False,
+    base: Literal["auto", "original", "quantized"] = "auto", weights: str = "trained", keep_fp32: Sequence[str] = (),
 ) -> ExportReport:
     """Write a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`), verified.
 

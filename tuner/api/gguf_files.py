@@ -15,15 +15,9 @@ from tuner.rundir.model_path import ignore_warning
 
 
 def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: str | Path,
-    type: str = "bf16",  # noqa: A002 - the option's name
-    output: str | Path | None = None,
-    adapter: Literal["merge", "keep"] = "merge",
-    step: int | Literal["newest", "best"] = "newest",
-    weights: str = "trained",
-    shard_size: str | int | None = None,
-    modelfile: bool = False,
-    verify: bool = True,
+    path: str | Path, type: str = "bf16", output: str | Path | None = None,  # noqa: A002 - the option's name
+    adapter: Literal["merge", "keep"] = "merge", step: int | Literal["newest", "best"] = "newest",
+    weights: str = "trained", shard_size: str | int | None = None, modelfile: bool = False, verify: bool = True,
 ) -> GgufReport:
     """Write a run, a checkpoint or a Hugging Face directory to `output` (default `RUN/exports/step-N-TYPE.gguf`).
 

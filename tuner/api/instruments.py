@@ -28,10 +28,7 @@ def profile(
 
 
 def fit(
-    recipe: RecipeSource,
-    memory: str | None = None,
-    device: str | None = None,
-    processes: str | None = None,
+    recipe: RecipeSource, memory: str | None = None, device: str | None = None, processes: str | None = None,
     quiet: bool = False,
 ) -> list[Choice]:
     """Find settings that fit into so much memory for each process, such as ``"24GiB"``, the fastest first.

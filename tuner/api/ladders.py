@@ -64,13 +64,8 @@ class Ladder:
         return [dict(mark.row()) for mark in with_prefix(read_marks(self._started()), prefix)]
 
     def fit(
-        self,
-        target: str | tuple[float, float] | None = None,
-        loss: str = "loss",
-        scores: Sequence[str] = (),
-        chance: float | None = None,
-        level: float = 0.9,
-        samples: int = 1000,
+        self, target: str | tuple[float, float] | None = None, loss: str = "loss", scores: Sequence[str] = (),
+        chance: float | None = None, level: float = 0.9, samples: int = 1000,
     ) -> Forecast:
         """Fit the law to the marks and predict `target`: `tuner ladder fit`, without its page.
 

@@ -13,9 +13,7 @@ from tuner.runtime.dist import RankInfo
 
 
 def evaluate(
-    model: str | Path,
-    recipe: RecipeSource | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    model: str | Path, recipe: RecipeSource | None = None, overrides: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Score:
     """Measure the loss of a run, a checkpoint or a Hugging Face directory on held-out rows, of each source and of all.
@@ -31,12 +29,8 @@ def evaluate(
 
 
 def score_tasks(
-    model: str | Path,
-    tasks: Sequence[str] = ("recipe",),
-    recipe: RecipeSource | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    output: str | Path | None = None,
-    quiet: bool = False,
+    model: str | Path, tasks: Sequence[str] = ("recipe",), recipe: RecipeSource | None = None,
+    overrides: Mapping[str, Any] | None = None, output: str | Path | None = None, quiet: bool = False,
 ) -> TasksScore:
     """Score a run, a checkpoint or a Hugging Face directory on tasks: files, ``lm_eval:NAME``, ``FILE.py:NAME``.
 

@@ -29,12 +29,8 @@ def prepare_data(recipe: RecipeSource, quiet: bool = False) -> PreparedInfo:
 
 
 def train(
-    recipe: RecipeSource,
-    resume: ResumeMode = "never",
-    prepared: str | Path | None = None,
-    dry_run: bool = False,
-    reset: str | None = None,
-    quiet: bool = False,
+    recipe: RecipeSource, resume: ResumeMode = "never", prepared: str | Path | None = None, dry_run: bool = False,
+    reset: str | None = None, quiet: bool = False,
 ) -> RunResult:
     """Train the recipe in this process, as one of torchrun's or srun's, or in local ones; prepares missing data.
 
@@ -47,10 +43,7 @@ def train(
 
 
 def resume(
-    run: str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    dry_run: bool = False,
-    reset: str | None = None,
+    run: str | Path, overrides: Mapping[str, Any] | None = None, dry_run: bool = False, reset: str | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Resume a run from its newest valid checkpoint; a finished, whole one is returned as it is.

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -41,37 +42,26 @@ def split(args: Sequence[str], takes_recipe: bool) -> tuple[list[str], list[tupl
     """
     rest: list[str] = []
     flags: list[tuple[str, str | None]] = []
-    position = 0
-    while position < len(args):
-        token = args[position]
-        position += 1
-        if token == "--":
-            return [*rest, token, *args[position:]], flags
-        if token == _ALONE and (position == len(args) or _NO_SIZE.fullmatch(args[position])):
-            rest += [token, ""]
-            continue
+    left = deque(args)
+    while left:
+        token = left.popleft()
         match = _OVERRIDE.fullmatch(token) or (_TOP.fullmatch(token) if takes_recipe else None)
-        if match is None:
-            rest.append(token)
-            continue
-        value = match[2]
-        if value is None and position < len(args) and not args[position].startswith("--"):
-            value = args[position]
-            position += 1
-        flags.append((match[1], value))
+        if token == "--":
+            return [*rest, token, *left], flags
+        if match is not None:
+            has_value = match[2] is not None or not left or left[0].startswith("--")
+            flags.append((match[1], match[2] if has_value else left.popleft()))
+        else:
+            is_alone = token == _ALONE and (not left or _NO_SIZE.fullmatch(left[0]))
+            rest += [token, ""] if is_alone else [token]
     return rest, flags
 
 
 def build(command: str) -> Callable[..., Any]:
     """Return the Typer app in which only `command` is real; the others are their names and lines of help."""
     app = typer.Typer(
-        name="tuner",
-        help="Fine-tune and pre-train language models from one typed recipe.",
-        cls=HelpfulGroup,
-        context_settings=HELP_OPTIONS,
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
+        name="tuner", help="Fine-tune and pre-train language models from one typed recipe.", cls=HelpfulGroup,
+        context_settings=HELP_OPTIONS, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_root)
@@ -167,9 +157,7 @@ class HelpfulCommand(TyperCommand):
         usage = [ctx.command_path, *map(_usage_of, arguments), "[OPTIONS]", *flags]
         formatter.write(f"{_bold('Usage:')} {' '.join(usage)}\n")
         _text(formatter, self.help or "")
-        _table(
-            formatter, "Arguments", [(_argument(parameter).strip("[]"), _said(parameter)) for parameter in arguments]
-        )
+        _table(formatter, "Arguments", [(_argument(each).strip("[]"), _said(each)) for each in arguments])
         own = [option for option in options if option.name not in COMMON]
         _table(formatter, "Options", [(_option(option), _said(option)) for option in own])
         common = [(_option(option), _said(option)) for option in options if option.name in COMMON]
@@ -232,9 +220,7 @@ def metavar(parameter: Any) -> str:
 
 def _usage_of(argument: Any) -> str:
     name = _argument(argument)
-    if argument.required or name.startswith("["):
-        return name
-    return f"[{name}]"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _argument(argument: Any) -> str:

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -331,10 +331,8 @@ def print_failure(name: str, error: TunerError, json: bool) -> int:
 
 
 def _read_stdin() -> str:
-    line = _line(sys.stdin)
-    if not line.startswith("{"):
-        return line
-    return _path_in(_sound(line))
+    line = _line()
+    return _path_in(_sound(line)) if line.startswith("{") else line
 
 
 def _path_in(document: dict[str, Any]) -> str:
@@ -361,7 +359,7 @@ def _recipe_on_stdin() -> str | RecipeText:
 def _document(source: str) -> dict[str, Any]:
     """The document in a file or on stdin."""
     if source == "-":
-        return _sound(_line(sys.stdin))
+        return _sound(_line())
     try:
         with Path(source).expanduser().open(encoding="utf-8") as file:
             document = output.read_document(file.readline(1 << 20).strip())
@@ -372,8 +370,8 @@ def _document(source: str) -> dict[str, Any]:
     return _ok(document)
 
 
-def _line(stream: IO[str]) -> str:
-    line = stream.readline(1 << 20).strip()
+def _line() -> str:
+    line = sys.stdin.readline(1 << 20).strip()
     if not line:
         raise RecipeError("the command before printed no path", hint="its error is above")
     return line
@@ -446,9 +444,7 @@ def _write_line(descriptor: int, line: str) -> None:
 def say(text: str, indent: int = 2) -> None:
     """Write lines to stderr: on a terminal broken between words, with what follows indented by so much more."""
     text = output.between_words(text, output.terminal_columns(sys.stderr), indent)
-    shown = "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
-    )
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     try:
         print(shown, file=cast(Any, sys.stderr), flush=True)
     except OSError:  # its reader is gone, or its terminal

@@ -28,10 +28,8 @@ def compare(first: str, second: str, level: float = 0.95) -> Outcome:
     places = [results_of(run_path(path, others=True)) for path in (first, second)]
     found = pairs.compare(pairs.read_task_results(places[0]), pairs.read_task_results(places[1]), level)
     return Outcome(
-        _table(found, level),
-        artifacts={"first": str(places[0]), "second": str(places[1])},
-        metrics={f"{one.task}/{one.figure}": _document(one) for one in found} | {"level": level},
-        is_table=True,
+        _table(found, level), artifacts={"first": str(places[0]), "second": str(places[1])},
+        metrics={f"{one.task}/{one.figure}": _document(one) for one in found} | {"level": level}, is_table=True,
     )
 
 

@@ -6,6 +6,7 @@ Nothing needs torch.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def offers(words: Sequence[str], incomplete: str) -> list[Offer]:
     name = next((word for word in words if not word.startswith("-")), "")
     if name not in COMMANDS:
         return _starting([*COMMANDS.items(), *ROOT] if not name else [], incomplete)
-    command = _command(name)
+    root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
+    command = root.commands[name]
     given = list(words[list(words).index(name) + 1 :])
     if name in GROUPS:
         below = next((word for word in given if word in command.commands), None)
@@ -53,16 +55,13 @@ def _of_command(name: str, command: Any, given: Sequence[str], incomplete: str) 
     if last is not None and not last.is_flag:
         yield from _of_parameter(last, incomplete)
     elif incomplete.startswith("-"):
-        free = [
-            (text, str(option.help or "")) for text, option in options.items() if text not in rest or option.multiple
-        ]
+        free = [(text, str(each.help or "")) for text, each in options.items() if text not in rest or each.multiple]
         yield from _starting([*free, ("--help", "Show this message and exit.")], incomplete)
         yield from keys(incomplete) if name in WITH_FLAGS else ()
     else:
         takes = [text for text, option in options.items() if not option.is_flag]
-        placed = [
-            word for i, word in enumerate(rest) if not word.startswith("-") and (i == 0 or rest[i - 1] not in takes)
-        ]
+        pairs = pairwise(["", *rest])
+        placed = [word for before, word in pairs if not word.startswith("-") and before not in takes]
         arguments = [each for each in command.params if each.param_type_name == "argument"]
         if arguments and (len(placed) < len(arguments) or arguments[-1].nargs != 1):
             yield from _of_parameter(arguments[min(len(placed), len(arguments) - 1)], incomplete)
@@ -75,11 +74,6 @@ def _of_parameter(parameter: Any, incomplete: str) -> list[Offer]:
         return _starting([(str(getattr(choice, "value", choice)), "") for choice in described.choices], incomplete)
     named = KINDS.get(str(parameter.metavar or parameter.name).strip("[].").lower())
     return _paths(incomplete) if named is None else named(incomplete)
-
-
-def _command(name: str) -> Any:
-    root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
-    return root.commands[name]
 
 
 def _starting(known: Sequence[Offer], incomplete: str) -> list[Offer]:
@@ -147,8 +141,7 @@ def values(key: str, incomplete: str) -> list[Offer]:
 
     field = find(key.replace("-", "_"))
     words = [] if field is None or field.value_type is None else field.value_type.every_word()
-    offered = [(word, "") for word in words if word.startswith(incomplete)]
-    return offered or _paths(incomplete)
+    return _starting([(word, "") for word in words], incomplete) or _paths(incomplete)
 
 
 def _runs(incomplete: str) -> list[Offer]:
@@ -189,9 +182,7 @@ KINDS: dict[str, Callable[[str], list[Offer]]] = {
     "run": runs,
     "model": runs,
     "recipe": recipes,
-    "name": lambda incomplete: [
-        offer for offer in recipes(incomplete) if not offer[0].endswith((".yaml", ".yml", "/"))
-    ],
+    "name": lambda start: [offer for offer in recipes(start) if not offer[0].endswith((".yaml", ".yml", "/"))],
     "topic": topics,
     "auto|must|never|path": resumes,
     "part,": resets,

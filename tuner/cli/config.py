@@ -3,13 +3,9 @@
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING
 
 from tuner.cli.command import Flags, Outcome, command, fetch_inputs, load_for_command, read_for_command
 from tuner.errors import RecipeError
-
-if TYPE_CHECKING:  # it loads pydantic: help and completion do without
-    from tuner.config.recipe import Recipe
 
 MOST_COLUMNS = 100
 
@@ -38,21 +34,14 @@ def show(flags: Flags, recipe: str | None = None, origin: bool = False, plot_sch
     if plot_schedule:
         if origin:
             raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
-        return _schedule(loaded.recipe)
+        from tuner.cli.work.schedule import drawing, figures, planned_schedule
+
+        found, warnings = planned_schedule(loaded.recipe)
+        text = drawing(loaded.recipe, found, min(MOST_COLUMNS, shutil.get_terminal_size().columns))
+        artifacts = {"schedule": figures(loaded.recipe, found)}
+        return Outcome(text, artifacts=artifacts, warnings=warnings, is_text=True)
     text = recipe_yaml(loaded.recipe, loaded.origins if origin else None)
-    return Outcome(
-        text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": dict(loaded.origins)}, is_text=True
-    )
-
-
-def _schedule(recipe: "Recipe") -> Outcome:
-    from tuner.cli.work.schedule import drawing, figures, planned_schedule
-
-    found, warnings = planned_schedule(recipe)
-    width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
-    return Outcome(
-        drawing(recipe, found, width), artifacts={"schedule": figures(recipe, found)}, warnings=warnings, is_text=True
-    )
+    return Outcome(text, artifacts={"recipe": recipe_dict(loaded.recipe), "origins": loaded.origins}, is_text=True)
 
 
 @command("config diff")

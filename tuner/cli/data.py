@@ -21,8 +21,7 @@ def list_directories(cache_dir: Path | None = None) -> Outcome:
     return Outcome(
         _table(rows) if rows else f"nothing is prepared in {root}",
         artifacts={"cache_dir": str(root), "directories": rows},
-        metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)},
-        is_table=True,
+        metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)}, is_table=True,
     )
 
 
@@ -55,8 +54,7 @@ def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Ou
         f"{counted(len(found), 'directory', 'directories')}, {counted(files, 'file')}, {size:,} bytes: "
         "all as they were written",
         artifacts={"verified": [str(entry.path) for entry in found]},
-        metrics={"directories": len(found), "files": files, "bytes": size},
-        is_text=True,
+        metrics={"directories": len(found), "files": files, "bytes": size}, is_text=True,
     )
 
 
@@ -70,9 +68,7 @@ def gc(unused: bool = False, hashes: bool = False, dry_run: bool = False, cache_
     lines = [f"{word} {item.path}  {item.size:,} bytes: {item.reason}" for item in removed]
     return Outcome(
         "\n".join(lines) or "nothing to remove",
-        artifacts={
-            "removed": [{"path": str(item.path), "reason": item.reason, "bytes": item.size} for item in removed]
-        },
+        artifacts={"removed": [{"path": str(one.path), "reason": one.reason, "bytes": one.size} for one in removed]},
         metrics={"removed": len(removed), "bytes": sum(item.size for item in removed), "dry_run": dry_run},
         is_text=True,
     )
@@ -133,10 +129,8 @@ def _shown(entry: "Entry") -> str:
     for name in ("train", "eval"):
         lines += [(f"{name} of", path) for path in manifest.get("sources", {}).get(name, [])[:10]]
     if entry.level == "prepared":
-        lines += [
-            ("from", f"encoded/{manifest['encoded_key']}"),
-            ("method", f"{manifest['method']}, {manifest['train_on']}"),
-        ]
+        lines.append(("from", f"encoded/{manifest['encoded_key']}"))
+        lines.append(("method", f"{manifest['method']}, {manifest['train_on']}"))
         lines += report_lines(manifest["report"], manifest["method"], manifest["max_length"], manifest["packing"])
     else:
         for name in ("train", "eval"):

@@ -23,9 +23,7 @@ def doctor(directory: Path = Path(".")) -> Outcome:
     broken = [check for check in found if check.status == "broken"]
     counts = {status: sum(check.status == status for check in found) for status in MARKS}
     outcome = Outcome(
-        table(found),
-        artifacts={"checks": [as_json(check) for check in found]},
-        metrics=dict(counts),
+        table(found), artifacts={"checks": [as_json(check) for check in found]}, metrics=dict(counts),
         warnings=[f"{check.name}: {check.found}: {check.means}" for check in found if check.status == "warning"],
         is_table=True,
     )

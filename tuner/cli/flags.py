@@ -15,8 +15,6 @@ from rich.console import Console
 
 from tuner.config.fields import Field, fields
 
-TITLES = {"": "Recipe"}
-
 
 def print_flags(console: Console | None = None, section: str | None = None) -> None:
     """Print the recipe's flags, or those of one section, with what they allow and their defaults (to stdout)."""
@@ -40,7 +38,7 @@ def flags_app(section: str | None = None) -> App:
         if field.key == "version" or (section is not None and not field.key.startswith(f"{section}.")):
             continue
         name = field.section
-        group = groups.setdefault(name, Group(TITLES.get(name, f"--{name}.*"), sort_key=position))
+        group = groups.setdefault(name, Group(f"--{name}.*" if name else "Recipe", sort_key=position))
         parameters.append(_parameter(field, group))
 
     def flags(**_: Any) -> None: ...
@@ -53,7 +51,6 @@ def flags_app(section: str | None = None) -> App:
 
 _INTRODUCTION = """Recipe flags: every key of the recipe, as --section.key VALUE. They win over the file; \
 null goes back to the default, items of lists are --data.train.0.path."""
-_VALUES = {"BOOL": "true|false"}
 
 
 def _of_section(section: str) -> str:
@@ -65,12 +62,9 @@ def _parameter(field: Field, group: Group) -> inspect.Parameter:
     word = "VALUE" if field.value_type is None else field.value_type.metavar
     only = f" Only with kind {' or '.join(field.kinds)}." if field.kinds else ""
     marked = Parameter(
-        name=f"--{field.key}",
-        group=group,
-        help=f"{field.sentence}{only} ({field.allowed})",
-        show_default=False if field.required else lambda _: field.default_text,
-        negative=(),
-        metavar=_VALUES.get(word, word),
+        name=f"--{field.key}", group=group, help=f"{field.sentence}{only} ({field.allowed})",
+        show_default=False if field.required else lambda _: field.default_text, negative=(),
+        metavar="true|false" if word == "BOOL" else word,
     )
     return inspect.Parameter(
         field.key.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default="", annotation=Annotated[str, marked]

@@ -25,8 +25,7 @@ def import_config(file: str, tool: str | None = None, processes: int | None = No
     return Outcome(
         found.text,
         artifacts={"tool": found.tool, "recipe": recipe_dict(found.recipe), "not_carried_over": list(found.left)},
-        warnings=[f"not carried over: {item}" for item in found.left],
-        next="tuner config check recipe.yaml",
+        warnings=[f"not carried over: {item}" for item in found.left], next="tuner config check recipe.yaml",
         is_text=True,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuner.cli.command import Flags, Outcome, command, console_of, level_of, load_for_command
+from tuner.cli.command import Console, Flags, Outcome, command, console_of, level_of, load_for_command
 from tuner.config.ladder import require_sizes
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
+    from tuner.runtime.console import Level
 
 
 @command("ladder plan")
@@ -17,8 +18,7 @@ def plan(
     quick: bool = False, output: str | None = None, verbose: bool = False,
 ) -> Outcome:
     """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of each rung; nothing is trained."""
-    loaded = _ladder_recipe(flags, recipe)
-    console = console_of(level_of(loaded, verbose))
+    loaded, console, _ = _begun(flags, recipe, verbose)
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import ladder
     return ladder.plan(loaded, rung, device, quick, output, console)
@@ -27,9 +27,7 @@ def plan(
 @command("ladder run")
 def run(flags: Flags, recipe: str | None = None, rung: str | None = None, verbose: bool = False) -> Outcome:
     """Train every rung that is not done, or one, and resume what was stopped or killed; rungs that are done stay."""
-    loaded = _ladder_recipe(flags, recipe)
-    level = level_of(loaded, verbose)
-    console = console_of(level)
+    loaded, console, level = _begun(flags, recipe, verbose)
     with console.doing("loading libraries", at_once=True):
         from tuner.cli.work import ladder
     return ladder.run(loaded, rung, console, level)
@@ -41,9 +39,7 @@ def benchmark(
     verbose: bool = False,
 ) -> Outcome:
     """Train a rung for a few steps and measure them: time, tokens a second, MFU, memory; nothing is saved of it."""
-    loaded = _ladder_recipe(flags, recipe)
-    level = level_of(loaded, verbose)
-    console = console_of(level)
+    loaded, console, level = _begun(flags, recipe, verbose)
     with console.doing("loading libraries", at_once=True):
         from tuner.cli.work import ladder
     return ladder.benchmark(loaded, rung, steps, output, console, level)
@@ -82,7 +78,9 @@ def fit(
     return ladder_marks.fit(ladder_marks.Where(ladder, flags, also or ()), question, target, tokens, output)
 
 
-def _ladder_recipe(flags: Flags, recipe: str | None) -> LoadedRecipe:
+def _begun(flags: Flags, recipe: str | None, verbose: bool) -> tuple[LoadedRecipe, Console, Level]:
+    """The recipe, which has sizes, and who says how much of what is done with it."""
     loaded = load_for_command(recipe, flags)
     require_sizes(loaded.recipe.ladder)
-    return loaded
+    level = level_of(loaded, verbose)
+    return loaded, console_of(level), level

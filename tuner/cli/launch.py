@@ -7,7 +7,6 @@ from tuner.cli.command import Flags, Outcome, command, load_one_run
 from tuner.config.load import LoadedRecipe
 from tuner.errors import RecipeError
 from tuner.submit import cluster
-from tuner.submit.cluster import Volume
 
 CACHE = ".tuner-cache"
 
@@ -51,7 +50,7 @@ def launch(
     return Outcome(cluster.send(on, text), warnings=warnings, is_text=True)
 
 
-def _volume_of_run(loaded: LoadedRecipe, volumes: Sequence[Volume]) -> Volume:
+def _volume_of_run(loaded: LoadedRecipe, volumes: Sequence[cluster.Volume]) -> cluster.Volume:
     """The volume that keeps the run. Raises RecipeError where it would go with its pods."""
     kept = next((volume for volume in volumes if volume.holds(loaded.recipe.output_dir)), None)
     if kept is None:
@@ -63,7 +62,7 @@ def _volume_of_run(loaded: LoadedRecipe, volumes: Sequence[Volume]) -> Volume:
     return kept
 
 
-def _not_on_volumes(loaded: LoadedRecipe, volumes: Sequence[Volume]) -> list[str]:
+def _not_on_volumes(loaded: LoadedRecipe, volumes: Sequence[cluster.Volume]) -> list[str]:
     recipe = loaded.recipe
     held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
     rows = [source.path for source in (*recipe.data.train, *held_out)]

@@ -51,23 +51,24 @@ def run(args: list[str]) -> int:
             print_flags()
             return 0
         code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_overrides(command, flags))
+        sys.stdout.flush()
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return int(ExitCode.USAGE)
-        return _usage(command, args, _message(command, error, args), _help_of(error))
+        context = getattr(error, "ctx", None)
+        see = f"see: {context.command_path if context is not None else 'tuner'} --help"
+        return _usage(command, args, _message(command, error, args), see)
     except (KeyboardInterrupt, typer.Abort):
         print("error: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _close_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception as error:  # whatever fails outside a command's body
-        return _broken(command, args, error)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _close_stdout()
+        if "--debug" in args:
+            traceback.print_exception(error, file=sys.stderr)
+        return _failed(command, args, as_tuner_error(error))
     return code if isinstance(code, int) else 0
 
 
@@ -137,17 +138,6 @@ def _value_of(flag: str, args: Sequence[str]) -> str | None:
     return None
 
 
-def _broken(command: str, args: list[str], error: Exception) -> int:
-    if "--debug" in args:
-        traceback.print_exception(error, file=sys.stderr)
-    return _failed(command, args, as_tuner_error(error))
-
-
-def _help_of(error: TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"see: {context.command_path if context is not None else 'tuner'} --help"
-
-
 def _usage(command: str, args: list[str], message: str, hint: str | None = None) -> int:
     return _failed(command, args, RecipeError(" ".join(line.strip() for line in message.split("\n")), hint))
 
@@ -156,10 +146,6 @@ def _failed(command: str, args: list[str], error: TunerError) -> int:
     from tuner.cli.command import print_failure  # which `tuner --help` does without
 
     return print_failure(command or "tuner", error, "--json" in args)
-
-
-def _close_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,7 @@ def _bring(path: Path, extent: Extent, which: Which = "newest") -> None:
 
 
 def run_path(
-    argument: str | Path,
-    recipes: bool = True,
-    others: bool = False,
-    extent: Extent = "look",
-    which: Which = "newest",
+    argument: str | Path, recipes: bool = True, others: bool = False, extent: Extent = "look", which: Which = "newest",
 ) -> Path:
     """Return the directory that an argument names, as an absolute path; `-` reads the argument from stdin.
 
@@ -107,9 +103,9 @@ def _not_on_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
-            return None
-        HfApi().model_info(name, timeout=HUB_SECONDS)
+        cached = (try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json"))
+        if not any(isinstance(path, str) for path in cached):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         return "the hub has none of that name"
     except errors.HfHubHTTPError:

@@ -47,9 +47,7 @@ def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
     return _document(command, outcome.status, outcome.exit_code) | {
         "artifacts": {key: _jsonable(value) for key, value in (main | outcome.artifacts).items()},
         "metrics": {key: _jsonable(value) for key, value in outcome.metrics.items()},
-        "warnings": list(outcome.warnings),
-        "next": outcome.next,
-        "error": outcome.error,
+        "warnings": list(outcome.warnings), "next": outcome.next, "error": outcome.error,
     }
 
 
@@ -82,15 +80,8 @@ def read_document(line: str) -> dict[str, Any] | None:
 
 def _document(command: str, status: Status, exit_code: int) -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "status": status,
-        "exit_code": exit_code,
-        "artifacts": {},
-        "metrics": {},
-        "warnings": [],
-        "next": None,
-        "error": None,
+        "schema_version": SCHEMA_VERSION, "command": command, "status": status, "exit_code": exit_code, "artifacts": {},
+        "metrics": {}, "warnings": [], "next": None, "error": None,
     }
 
 
@@ -111,15 +102,12 @@ _real_stdout: ContextVar[int] = ContextVar("real_stdout", default=1)
 
 def columns(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Lines of equally many cells, aligned in columns; those numbered in `right` (from 0) to the right."""
-    cells = [[_escaped(text) for text in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i in right else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    )
+    aligned = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        cells = [_escaped(text) for text in column]
+        width = max(map(len, cells))
+        aligned.append([text.rjust(width) if i in right else text.ljust(width) for text in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
 def _escaped(text: str) -> str:
@@ -149,11 +137,10 @@ def between_words(text: str, width: int, indent: int) -> str:
 
 def _broken(line: str, width: int, indent: int) -> str:
     after = " " * (len(line) - len(line.lstrip()) + indent)
-    broken = textwrap.wrap(
+    return textwrap.fill(
         line, max(width, 20), subsequent_indent=after, break_long_words=False, break_on_hyphens=False,
         replace_whitespace=False, drop_whitespace=True,
     )  # fmt: skip
-    return "\n".join(broken)
 
 
 def real_stdout() -> int:
@@ -180,16 +167,12 @@ def fitted(lines: Sequence[Sequence[str]], width: int, right: Collection[int] = 
     No cell is ever broken; a table of the first column and a single other one may be wider.
     """
     widths = [max(len(_escaped(line[i])) for line in lines) for i in range(len(lines[0]))]
-    blocks: list[list[int]] = [[]]
+    blocks = [[0]]
     for i in range(1, len(widths)):
-        taken = widths[0] + sum(widths[j] + 2 for j in blocks[-1])
-        if blocks[-1] and taken + widths[i] + 2 > width:
-            blocks.append([])
+        if len(blocks[-1]) > 1 and sum(widths[j] + 2 for j in blocks[-1]) + widths[i] > width:
+            blocks.append([0])
         blocks[-1].append(i)
-    tables = [
-        columns(
-            [[line[i] for i in (0, *block)] for line in lines], [n for n, i in enumerate((0, *block)) if i in right]
-        )
+    return "\n\n".join(
+        columns([[line[i] for i in block] for line in lines], [n for n, i in enumerate(block) if i in right])
         for block in blocks
-    ]
-    return "\n\n".join(tables)
+    )

@@ -67,11 +67,8 @@ def show(run: str) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
     found = read_run(run_path(run))
     artifacts = {
-        "run": summary(found),
-        "eval_sources": source_losses(found),
-        "launches": found.launches,
-        "checkpoints": [str(path) for path in found.checkpoints],
-        "recipe": found.recipe,
+        "run": summary(found), "eval_sources": source_losses(found), "launches": found.launches,
+        "checkpoints": [str(path) for path in found.checkpoints], "recipe": found.recipe,
     }
     _say_what_was_checked()
     return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_table=True)
@@ -116,12 +113,6 @@ def plot(runs: list[str], output: str | None = None, smoothing: float | None = N
     return Outcome(str(page), artifacts=artifacts, metrics={"runs": len(found)}, warnings=left_out)
 
 
-def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
-    """What to type for each run whose last checkpoint is damaged or gone."""
-    places = [run.path / CHECKPOINTS for run in runs if run.damage is not None]
-    return [way_to_whole(place, any_valid(place)) for place in places]
-
-
 @command("runs verify")
 def verify(runs: list[str]) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
@@ -137,16 +128,16 @@ def verify(runs: list[str]) -> Outcome:
         except DataError as error:
             damaged.append(error.message)
     if damaged:
+        places = [run.path / CHECKPOINTS for run in found if run.damage is not None]
         raise VerificationError(
             "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or gone:", *damaged]),
-            hint="      ".join(_ways_to_whole(found)) or None,
+            hint="      ".join(way_to_whole(place, any_valid(place)) for place in places) or None,
         )
     return Outcome(
         "\n".join([f"{counted(len(checkpoints), 'checkpoint')}: all as they were written", *began]),
         artifacts={"verified": [str(path) for path in checkpoints], **({"began_with": list(began)} if began else {})},
         metrics={"checkpoints": len(checkpoints)},
-        warnings=[*left_out, *(problem for run in found for problem in run.problems)],
-        is_text=True,
+        warnings=[*left_out, *(problem for run in found for problem in run.problems)], is_text=True,
     )
 
 
@@ -172,9 +163,7 @@ def _open(runs: Sequence[str], extent: Literal["look", "all"] = "look") -> tuple
 def _names(runs: Sequence[Run]) -> list[str]:
     """The runs' names, with as much of their paths as tells them apart."""
     names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    return [os.path.relpath(run.path) for run in runs]
+    return names if len(set(names)) == len(names) else [os.path.relpath(run.path) for run in runs]
 
 
 def _row(name: str, item: dict[str, Any]) -> list[str]:
@@ -231,9 +220,8 @@ def _shown(run: Run) -> str:
         kind = recipe.get("adapter.kind")
         lines.append(("model", f"{recipe.get('model.name_or_path')}, {'all trained' if kind == 'none' else kind}"))
     lines.append(("step", f"{_figure(item, 'step')}  {_figure(item, 'tokens')} tokens  {_figure(item, 'seconds')}"))
-    lines.append(("loss", f"{_figure(item, 'loss')}  eval {_figure(item, 'eval_loss')}"))
-    if item["best_eval_loss"] is not None:
-        lines[-1] = ("loss", f"{lines[-1][1]}  best eval {_figure(item, 'best_eval_loss')}")
+    lowest = "" if item["best_eval_loss"] is None else f"  best eval {_figure(item, 'best_eval_loss')}"
+    lines.append(("loss", f"{_figure(item, 'loss')}  eval {_figure(item, 'eval_loss')}{lowest}"))
     if item["eval_figures"]:
         lines.append(("figures", "  ".join(f"{name} {value:.4f}" for name, value in item["eval_figures"].items())))
     for task, figures in item["task_figures"].items():
@@ -273,8 +261,7 @@ def _launch(launch: dict[str, Any]) -> str:
         f"{_local(launch.get('started'))} to {_local(launch.get('ended'))}",
         f"step {launch.get('from_step', 0)} to {launch.get('step', '...')}",
         " ".join(str(part) for part in (launch.get("status"), launch.get("why")) if part),
-        f"{launch.get('world_size', 1)} x {launch.get('device', '?')}",
-        commit,
+        f"{launch.get('world_size', 1)} x {launch.get('device', '?')}", commit,
         f"start {in_words(launch['start_s'])}" if launch.get("start_s") else "",
     ]
     return "  ".join(part for part in parts if part)

@@ -5,7 +5,13 @@ from pathlib import Path
 
 from tuner.errors import MachineError, RecipeError
 
-SHELLS = ("bash", "zsh", "fish")
+_PLACES = {
+    "bash": (".config/tuner/completion.bash", ".bashrc", "source ~/.config/tuner/completion.bash"),
+    "zsh": (".zfunc/_tuner", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit && compinit"),
+    "fish": (".config/fish/completions/tuner.fish", None, ""),
+}
+"""In the home directory: the script, the file that the shell reads when it starts, and the line that belongs in it."""
+SHELLS = tuple(_PLACES)
 
 
 def script_of(shell: str) -> str:
@@ -29,20 +35,14 @@ def install(shell: str, home: Path) -> list[Path]:
 
     bash and zsh need a line in the file that they read when they start. Raises MachineError.
     """
-    if shell == "fish":
-        script, begins, line = home / ".config/fish/completions/tuner.fish", None, ""
-    elif shell == "zsh":
-        script, begins = home / ".zfunc/_tuner", home / ".zshrc"
-        line = "fpath+=~/.zfunc; autoload -Uz compinit && compinit"
-    else:
-        script, begins = home / ".config/tuner/completion.bash", home / ".bashrc"
-        line = "source ~/.config/tuner/completion.bash"
-    written = []
+    place, start, line = _PLACES[shell]
+    script, written = home / place, []
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text(script_of(shell), encoding="utf-8")
         written.append(script)
-        if begins is not None:
+        if start is not None:
+            begins = home / start
             text = begins.read_text(encoding="utf-8", errors="surrogateescape") if begins.is_file() else ""
             if line not in text.splitlines():
                 gap = "" if not text or text.endswith("\n") else "\n"

@@ -52,8 +52,7 @@ def _resume_mode(text: str) -> Resume:
 
 @command("resume")
 def resume(
-    flags: Flags, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here",
-    verbose: bool = False,
+    flags: Flags, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here", verbose: bool = False,
 ) -> Outcome:
     """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 

@@ -147,9 +147,8 @@ def _of_other_tool(name: str, value: Any, given: Mapping[str, Any], as_flags: bo
     if converted.get("adapter.kind") == "lora":
         converted = converted | {"adapter.kind": kind_of_adapter(given)}
     left = [f"{key}: {flow(found)}" for key, found in unread(value).items()] if "data.train" in converted else []
-    return _line(converted, given, as_flags, theirs().get(name)) + (
-        f"; has no counterpart: {', '.join(left)}" if left else ""
-    )
+    lost = f"; has no counterpart: {', '.join(left)}" if left else ""
+    return _line(converted, given, as_flags, theirs().get(name)) + lost
 
 
 def _line(found: Mapping[str, Any], given: Mapping[str, Any], as_flags: bool, key: str | None = None) -> str:
@@ -299,8 +298,7 @@ def given_in(tree: Node) -> dict[str, Any]:
 _HELD_OUT = ("eval.", "checkpoint.keep_best", "ema.evaluate")
 _BASE: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl", "eval": "held.jsonl"}}
 _IMPLIED: dict[str, dict[str, Any]] = {
-    "train.offload_activations": {"train.gradient_checkpointing": "full"},
-    "optimizer.rounding": {"model.dtype": "bf16"},
+    "train.offload_activations": {"train.gradient_checkpointing": "full"}, "optimizer.rounding": {"model.dtype": "bf16"}
 }
 """Keys whose value, other than the default, needs another one."""
 
@@ -309,8 +307,8 @@ def completed(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     """Lines with those that they need: the kind of a section that has such keys, and values that go together."""
     found = dict(values)
     for section in UNIONS:
-        inside = [field for key in values if key.startswith(f"{section}.") and (field := find(key)) is not None]
-        kinds = [field.kinds for field in inside if field.kinds]
+        inside = (find(key) for key in values if key.startswith(f"{section}."))
+        kinds = [field.kinds for field in inside if field is not None and field.kinds]
         if kinds and f"{section}.kind" not in found:
             kind = _kind(section, kinds, given)
             found = {f"{section}.kind": kind} | found if kind else found
@@ -358,10 +356,8 @@ def refused(values: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     except ValidationError as error:
         return next((_said(item) for item in error.errors(include_url=False) if _concerns(item, concerned)), None)
     written = {"model", "data", "data.train", "data.eval", *own, *values}
-    for rule in RULES:
-        if concerned & set(rule.keys) and (text := rule.check(recipe, written)) is not None:
-            return text
-    return None
+    said = (rule.check(recipe, written) for rule in RULES if concerned & set(rule.keys))
+    return next(filter(None, said), None)
 
 
 def _concerns(error: Any, keys: set[str]) -> bool:

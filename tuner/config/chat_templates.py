@@ -22,7 +22,7 @@ def is_template_word(text: str) -> bool:
 class TemplateNameOrPath(Text):
     """The name of a built-in chat template, or the path of a jinja file."""
 
-    kind: str = f"the name of a chat template ({', '.join(CHAT_TEMPLATES)}) or the path of a jinja file"
+    what: str = f"the name of a chat template ({', '.join(CHAT_TEMPLATES)}) or the path of a jinja file"
 
     def read(self, value: object) -> str:
         """Return the name or the path."""

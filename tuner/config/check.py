@@ -72,12 +72,9 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
     path = _path_of(error["loc"])
     node = tree.at(path)
     exact = tree.has(path)
-    where = (node.key_where or node.where) if exact and error["type"] == "extra_forbidden" else node.where
-    key = dotted(path)
-    if not exact and error["type"] == "missing":
-        where = node.key_where or node.where
-    if node.is_flag:
-        key = ""
+    is_about_key = exact if error["type"] == "extra_forbidden" else error["type"] == "missing" and not exact
+    where = (node.key_where or node.where) if is_about_key else node.where
+    key = "" if node.is_flag else dotted(path)
     if error["type"] == "extra_forbidden":
         if not (path[0] in guessed and find(dotted(path)) is not None):
             problems.add(where, key, _unknown(tree, path, node.is_flag))
@@ -183,9 +180,6 @@ def _rules(tree: Node, recipe: Recipe, blamed: set[str], problems: Problems) -> 
     for rule in RULES:
         if any(key in above or f"{key}.".startswith(below) for key in rule.keys):
             continue
-        text = rule.check(recipe, given)
-        if text is None:
-            continue
-        key = next((name for name in rule.keys if name in given), rule.keys[0])
-        node = tree.at(tuple(key.split(".")))
-        problems.add(node.where, key, text)
+        if (text := rule.check(recipe, given)) is not None:
+            key = next((name for name in rule.keys if name in given), rule.keys[0])
+            problems.add(tree.at(tuple(key.split("."))).where, key, text)

@@ -21,9 +21,9 @@ _TASK = "a JSONL file, lm_eval:NAME, FILE.py:NAME or the name of an entry point"
 class EvalTask(Section):
     """A task: items, and what is asked of them."""
 
-    task: Annotated[str, Text(kind=_TASK)]
+    task: Annotated[str, Text(what=_TASK)]
     """JSONL file, lm_eval:NAME of lm-evaluation-harness, FILE.py:NAME, or an entry point of the group tuner.tasks."""
-    name: Annotated[str | None, Text(kind="letters, digits, '.', '_' and '-'", pattern=_NAME)] = None
+    name: Annotated[str | None, Text(what="letters, digits, '.', '_' and '-'", pattern=_NAME)] = None
     """Name in metrics.jsonl, as NAME/acc; null takes that of the file, the harness's task or the plug-in."""
     every: Annotated[Durations | None, CadenceSpan(units=COUNTS, aliases=())] = None
     """How often it is scored; null: at every evaluation. The first and last ones of a run score all tasks."""
@@ -35,7 +35,7 @@ class EvalTask(Section):
     """Tokens of a generated answer at most."""
     chat: Bool = False
     """Put prompts into the tokenizer's chat template, as the user's turn."""
-    scorer: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    scorer: Annotated[str | None, Text(what="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """Code of yours that scores a generated answer, in place of exact match; entry points: tuner.scorers."""
     options: Options = {}
     """Keyword arguments of the plug-in that task names, or else of the scorer."""

@@ -37,9 +37,7 @@ class Field:
     @property
     def allowed(self) -> str:
         """What may be written, in words."""
-        if self.value_type is not None:
-            return self.value_type.allowed
-        return ITEMS[self.key].allowed
+        return self.value_type.allowed if self.value_type is not None else ITEMS[self.key].allowed
 
     @property
     def takes_text(self) -> bool:
@@ -65,24 +63,21 @@ class Field:
 def fields() -> dict[str, Field]:
     """Return every key of the recipe in its order, those of list items excepted."""
     table: dict[str, Field] = {}
-    for name, info in Recipe.model_fields.items():
-        if name in UNIONS:
-            for kind, member in UNIONS[name].items():
-                _add_member(table, name, kind, member)
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            _add_section(table, name, info.annotation)
-        else:
-            table[name] = _field(name, info)
+    _add_section(table, "", Recipe)
     return table
 
 
-def _add_section(table: dict[str, Field], name: str, section: type[Section]) -> None:
+def _add_section(table: dict[str, Field], above: str, section: type[Section]) -> None:
     """Add the keys of a section, and those of the sections inside it."""
-    for key, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            _add_section(table, f"{name}.{key}", info.annotation)
+    for name, info in section.model_fields.items():
+        key = f"{above}{name}"
+        if key in UNIONS:
+            for kind, member in UNIONS[key].items():
+                _add_member(table, key, kind, member)
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            _add_section(table, f"{key}.", info.annotation)
         else:
-            table[f"{name}.{key}"] = _field(f"{name}.{key}", info)
+            table[key] = _field(key, info)
 
 
 @cache
@@ -97,10 +92,10 @@ def list_of(path: tuple[str | int, ...]) -> str:
     return next((key for key in ITEMS if path[: key.count(".") + 1] == tuple(key.split("."))), "")
 
 
-def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
+def _field(key: str, info: FieldInfo) -> Field:
     default = None if info.is_required() else info.default
     kind = next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
-    return Field(key, info.description or "", default, kind, info.is_required(), kinds)
+    return Field(key, info.description or "", default, kind, info.is_required())
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:

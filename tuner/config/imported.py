@@ -118,11 +118,10 @@ def import_text(
 def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:
     """Put what one key becomes into the draft, or note why it is left out."""
     name = key.rpartition(".")[2].lower().replace("-", "_")
-    top = key.partition(".")[0]
     if key == "processes" or value is None or value in ("", [], {}):
         return
     rule = dialect.rules.get(key) or dialect.rules.get(name)
-    if rule is None and (key in dialect.silent or top in dialect.silent):
+    if rule is None and {key, key.partition(".")[0]} & dialect.silent:
         return
     feature = None if rule else absent(name)
     if feature is not None:

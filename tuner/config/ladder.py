@@ -132,7 +132,7 @@ class LadderSize(Section):
 
     parameters: Annotated[int | None, Whole(ge=1000, le=10**13)] = None
     """Parameters without embeddings: width and depth follow, in the proportions of the model's config."""
-    name: Annotated[str | None, Text(kind="letters, digits, '.', '_' and '-' with a letter", pattern=_NAME)] = None
+    name: Annotated[str | None, Text(what="letters, digits, '.', '_' and '-' with a letter", pattern=_NAME)] = None
     """Name of the rung and of its run directory; null takes the count of parameters, such as 190M."""
     config: Annotated[dict[str, Any], Table()] = {}
     """In place of parameters: overrides of the model's config.json, e.g. {hidden_size: 512, num_hidden_layers: 8}."""
@@ -155,8 +155,7 @@ def _ascending(multiples: tuple[float, ...]) -> tuple[float, ...]:
 
 
 SIZES = Items(
-    LadderSize,
-    "a list of counts of parameters, such as [60M, 190M], or of {parameters, name, config, ...}",
+    LadderSize, "a list of counts of parameters, such as [60M, 190M], or of {parameters, name, config, ...}",
     numbers=True,
 )
 

@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.check import check
-from tuner.config.fields import fields, find, item_fields, list_of
+from tuner.config.fields import Field, fields, find, item_fields, list_of
 from tuner.config.paths import recipes_dir, resolve_paths, with_urls
 from tuner.config.recipe import NAME, SECTIONS, EvalSection, Recipe
 from tuner.config.shipped import shipped_recipes, ships
 from tuner.config.yaml import MAX_BYTES, KeyPath, Node, Problems, dotted, flow, one_line, read_yaml, resolve, tree_of
 from tuner.errors import Problem, RecipeError
-
-__all__ = ["LoadedRecipe", "Override", "ReadRecipe", "RecipeText", "Source", "load_recipe", "read_recipe"]
-
 
 MARKS = 3
 """Keys that only one other tool has, from which on a file is taken for its configuration."""
@@ -106,8 +103,9 @@ def read_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: 
         path = _locate(source, cwd)
         text = _read_text(path, _display(path, cwd), problems)
         tree, stem = read_yaml(text, _display(path, cwd), path.parent, problems), path.stem
-        if path.parent == recipes_dir():
-            _start_from(tree, path.parent, cwd)
+        if path.parent == recipes_dir():  # its paths start from the working directory, unless the file ships with it
+            for _, node in tree.leaves():
+                node.base = node.base if ships(path.parent, node) else cwd
     unreadable = bool(problems.found) and not tree.value
     if not unreadable:
         merge(tree, overrides, cwd, problems)
@@ -176,16 +174,9 @@ def _read_text(path: Path, name: str, problems: Problems) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        column = error.start - data.rfind(b"\n", 0, error.start)
         problems.add(f"{name}:{line}:{column}", "", "not UTF-8 text")
         return ""
-
-
-def _start_from(tree: Node, recipes: Path, cwd: Path) -> None:
-    """Let a shipped recipe's paths start from the working directory, unless the file ships with it."""
-    for _, node in tree.leaves():
-        if not ships(recipes, node):
-            node.base = cwd
 
 
 def _name(tree: Node, stem: str, cwd: Path) -> None:
@@ -241,12 +232,9 @@ def from_environment(variables: Mapping[str, str], typed: Sequence[Override]) ->
     Two underscores are a dot. A variable without them is none of a recipe's (``TUNER_CACHE``).
     """
     known = {override.key.replace("-", "_") for override in typed}
-    found = []
-    for name, text in sorted(variables.items()):
-        key = name.removeprefix(PREFIX).lower().replace("__", ".")
-        if name.startswith(PREFIX) and "." in key and key not in known:
-            found.append(Override(key, text, name))
-    return found
+    names = sorted(name for name in variables if name.startswith(PREFIX))
+    keys = {name: name.removeprefix(PREFIX).lower().replace("__", ".") for name in names}
+    return [Override(key, variables[name], name) for name, key in keys.items() if "." in key and key not in known]
 
 
 def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Problems) -> None:
@@ -258,14 +246,14 @@ def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Proble
             problems.add(override.where, "", "duplicate flag; write it once")
             continue
         seen.add(key)
-        if find(key) is None:
+        if (field := find(key)) is None:
             from tuner.config.advice import given_in
 
             problems.add(override.name, "", unknown(key, override.text, given_in(tree)))
         elif override.text is None:
             problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
         else:
-            _merge_one(tree, key, override, cwd, problems)
+            _merge_one(tree, key, field, override, cwd, problems)
 
 
 def unknown(key: str, text: str | None = None, given: Mapping[str, Any] | None = None) -> str:
@@ -288,7 +276,7 @@ def _plain(text: str) -> Any:
     return text if problems.found or found is None else found.plain()
 
 
-def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Problems) -> None:
+def _merge_one(tree: Node, key: str, field: Field, override: Override, cwd: Path, problems: Problems) -> None:
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
     if override.text == "null":
         if path[-1] != "kind" or tree.has(path):
@@ -309,7 +297,7 @@ def _merge_one(tree: Node, key: str, override: Override, cwd: Path, problems: Pr
             bare = Node(child.value, child.where, child.base, child.key_where)
             child.value = {next(iter(names)): bare} if names else {}
         node = child
-    value = _read(key, override, cwd, problems)
+    value = _read(field, override, cwd, problems)
     if value is not None:
         _attach(node, path[-1], value, override, problems)
 
@@ -325,14 +313,12 @@ def _attach(parent: Node, key: Any, child: Node, override: Override, problems: P
     return True
 
 
-def _read(key: str, override: Override, cwd: Path, problems: Problems) -> Node | None:
+def _read(field: Field, override: Override, cwd: Path, problems: Problems) -> Node | None:
     text = override.text or ""
-    field = find(key)
-    flow = text.lstrip().startswith(("[", "{"))
-    takes_text = field is not None and field.takes_text
-    if field is not None and field.value_type is None and type(resolve(text)) in {int, float}:
-        takes_text = False  # no path is a number
-    if not flow or (takes_text and field is not None and field.value_type is not None):
+    is_flow = text.lstrip().startswith(("[", "{"))
+    is_number = field.value_type is None and type(resolve(text)) in {int, float}  # which no path is
+    takes_text = field.takes_text and not is_number
+    if not is_flow or (takes_text and field.value_type is not None):
         return Node(text if takes_text else resolve(text), override.where, cwd, override.where)
     inner = Problems()
     value = read_yaml(f"value: {text}", "value", cwd, inner).child("value")
@@ -358,10 +344,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as one level with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
     return flat
 
 

@@ -147,6 +147,8 @@ class PairSection(MethodSection):
     """
 
     examples: ClassVar[Examples] = Examples("preference", "last_assistant")
+    measured: ClassVar[Mapping[str, LoggedFigure]] = _PAIRS
+    """What is logged besides the terms of the loss."""
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -155,9 +157,9 @@ class PairSection(MethodSection):
 
     @property
     def figures(self) -> Mapping[str, LoggedFigure]:
-        """Rewards and log-probabilities, and the terms of the loss where there are several."""
+        """Rewards and what else is measured, and the terms of the loss where there are several."""
         several = self.losses if len(self.losses) > 1 else ()
-        return {**_PAIRS, **{name: LoggedFigure("lower", name[:7]) for name in several}}
+        return {**self.measured, **{name: LoggedFigure("lower", name[:7]) for name in several}}
 
 
 class DpoMethod(PairSection):
@@ -253,6 +255,8 @@ class KtoMethod(MethodSection):
 class RewardMethod(PairSection):
     """A reward model: a score for an answer, learned from which of two is preferred."""
 
+    measured: ClassVar[Mapping[str, LoggedFigure]] = _REWARDS
+
     kind: MethodKind[Literal["reward"]] = "reward"
     center: Annotated[float, Real(ge=0)] = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps rewards around 0; 0.01 is usual, 0 leaves it out."""
@@ -262,12 +266,6 @@ class RewardMethod(PairSection):
     def losses(self) -> tuple[str, ...]:
         """That of the pairs, and `center`."""
         return ("ranking", "center") if self.center else ("loss",)
-
-    @property
-    def figures(self) -> Mapping[str, LoggedFigure]:
-        """The rewards, and both parts of the loss where it has two."""
-        parts = self.losses if self.center else ()
-        return {**_REWARDS, **{name: LoggedFigure("lower", name) for name in parts}}
 
 
 Head = Literal["tokens", "score"]
@@ -297,9 +295,9 @@ class DistillMethod(MethodSection):
     """Distillation: the student learns the teacher's distribution of every next token."""
 
     kind: MethodKind[Literal["distill"]] = "distill"
-    teacher: Annotated[str, Text(kind="a hub name (owner/name) or a local directory")]
+    teacher: Annotated[str, Text(what="a hub name (owner/name) or a local directory")]
     """Hub name or local directory of the teacher, which has the student's tokenizer (required)."""
-    teacher_revision: Annotated[str | None, Text(kind="a commit or tag")] = None
+    teacher_revision: Annotated[str | None, Text(what="a commit or tag")] = None
     """Hub commit or tag of the teacher."""
     teacher_every: Annotated[Durations | None, CadenceSpan(units=("steps",)), Field(description=_TEACHER_EVERY)] = None
     beta: Annotated[float, Real(ge=0, le=1)] = 0.0

@@ -176,7 +176,6 @@ class WeightedWords(ValueType):
     """Words of a `Literal` with their weights, numbers above 0; one word by itself has the weight 1."""
 
     metavar = "WORD"
-    values: tuple[str, ...] = ()
 
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation, a mapping."""
@@ -386,7 +385,7 @@ class Span(ValueType):
 
     def plain(self, value: Any) -> Any:
         """Return the duration's text."""
-        return None if value is None else str(value)
+        return str(value)
 
     def schema(self) -> dict[str, Any]:
         """A count and a unit."""
@@ -413,8 +412,6 @@ class CadenceSpan(Span):
 
     def plain(self, value: Any) -> Any:
         """Return one text, or a list of them."""
-        if value is None:
-            return None
         return str(value[0]) if len(value) == 1 else [str(item) for item in value]
 
     def schema(self) -> dict[str, Any]:

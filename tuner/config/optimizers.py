@@ -21,7 +21,7 @@ Decay = Annotated[float, Real(ge=0)]
 class ParameterGroup(Section):
     """Parameters with their own learning rate or weight decay."""
 
-    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
+    match: Annotated[tuple[str, ...], Several(item=Text(what="names or globs"))]
     """Parameters of the group: names or globs; one that several groups mean is in the first of them."""
     lr: Annotated[float | None, Real(gt=0)] = None
     """Their peak learning rate; null takes the optimizer's."""
@@ -38,7 +38,7 @@ class ParameterGroup(Section):
 class RowOptimizer(Section):
     """Embeddings that are updated row by row, by an AdamW of their own."""
 
-    match: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"))]
+    match: Annotated[tuple[str, ...], Several(item=Text(what="names or globs"))]
     """Embeddings of input tokens: names or globs; one that several items mean is in the first of them."""
     lr: Annotated[float | None, Real(gt=0)] = None
     """Their peak learning rate; null takes that of their group, or the optimizer's for embeddings."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -115,12 +116,8 @@ def dialects() -> dict[Tool, Dialect]:
     """Every tool whose configurations are read."""
     return {
         tool: Dialect(
-            title=row["title"],
-            marks=frozenset(row["marks"].split()),
-            defaults=row["defaults"],
-            defaults_of=row.get("defaults_of", {}),
-            rules=made(row["rules"]),
-            silent=frozenset(row["silent"].split()),
+            title=row["title"], marks=frozenset(row["marks"].split()), defaults=row["defaults"],
+            defaults_of=row.get("defaults_of", {}), rules=made(row["rules"]), silent=frozenset(row["silent"].split()),
         )
         for tool, row in package_table("other_configs").items()
     }
@@ -130,9 +127,7 @@ def detect(keys: frozenset[str]) -> Tool | None:
     """The tool whose marks most of the keys are; None where none of them is any tool's."""
     scores = {tool: len(keys & dialect.marks) for tool, dialect in dialects().items()}
     best = max(scores, key=lambda tool: (scores[tool], tool != "trl"))  # whose keys others have, too
-    if "_component_" in keys:
-        return "torchtune"
-    return best if scores[best] else None
+    return "torchtune" if "_component_" in keys else best if scores[best] else None
 
 
 def read_given(text: str, name: str, processes: int | None, directory: Path) -> tuple[dict[str, Any], Tool | None]:
@@ -266,15 +261,14 @@ def _first(text: str) -> tuple[list[str], dict[str, str]] | None:
             words = shlex.split(_expanded(line, variables), comments=True)
         except ValueError:  # a quote that is not closed: no line of a command
             continue
-        for command in _commands(words):
-            own = 0
-            while own < len(command) and (set_here := _VARIABLE.fullmatch(command[own])):
+        for command in [list(group) for joins, group in groupby(words, _OPERATORS.__contains__) if not joins]:
+            while command and (set_here := _VARIABLE.fullmatch(command[0])):
                 variables[set_here[1]] = set_here[2]
-                own += 1
-            if command[own : own + 1] == ["export"]:
-                variables |= {found[1]: found[2] for word in command[own + 1 :] if (found := _VARIABLE.fullmatch(word))}
-            elif _is_training(command[own:]):
-                return command[own:], variables
+                del command[0]
+            if command[:1] == ["export"]:
+                variables |= {found[1]: found[2] for word in command[1:] if (found := _VARIABLE.fullmatch(word))}
+            elif _is_training(command):
+                return command, variables
     return None
 
 
@@ -286,17 +280,6 @@ def _expanded(line: str, variables: dict[str, str]) -> str:
         return variables.get(name, match[0] if default is None else default)
 
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, line)
-
-
-def _commands(words: list[str]) -> list[list[str]]:
-    """The commands of a line, without what joins them."""
-    found: list[list[str]] = [[]]
-    for word in words:
-        if word in _OPERATORS:
-            found.append([])
-        else:
-            found[-1].append(word)
-    return found
 
 
 def _is_training(words: list[str]) -> bool:
@@ -314,9 +297,7 @@ def _known(program: str) -> dict[str, Any]:
 
 def _program(words: list[str]) -> tuple[str, list[str]]:
     """The program that is run, without its directory, and its words; `srun`, `nohup` and their like are left out."""
-    rest = list(words)
-    while rest and rest[0] in {"nohup", "srun", "time", "exec", "uv", "run", "env", "sudo"}:
-        rest.pop(0)
+    rest = list(dropwhile({"nohup", "srun", "time", "exec", "uv", "run", "env", "sudo"}.__contains__, words))
     return (rest[0].rpartition("/")[2], rest[1:]) if rest else ("", [])
 
 

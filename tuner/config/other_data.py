@@ -50,17 +50,19 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
         source["format"] = "alpaca" if has_input else "prompt_completion"
         ours = ("instruction", "input", "output") if has_input else ("prompt", "", "completion")
         fields = (kind.get("field_instruction"), kind.get("field_input"), kind.get("field_output"))
-        renamed = {name: theirs for name, theirs in zip(ours, fields, strict=True) if name}
-        columns |= {ours: str(theirs) for ours, theirs in renamed.items() if theirs}
+        columns |= {name: str(theirs) for name, theirs in zip(ours, fields, strict=True) if theirs}
     elif (form := _form_of(kind)) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
     if isinstance(kind, str) and kind.partition(".")[0] in {"chatml", "llama3", "zephyr"}:
         columns |= table("pairs").get(kind.partition(".")[2], {})
     columns |= {name: str(found[f"field_{name}"]) for name in ("chosen", "rejected") if found.get(f"field_{name}")}
-    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    if columns and source.get("format") != "sharegpt":
-        source["columns"] = columns
-    return source
+    return source if source.get("format") == "sharegpt" else _with_columns(source, columns)
+
+
+def _with_columns(source: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A source with those of its columns that have another name here."""
+    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    return source | ({"columns": renamed} if renamed else {})
 
 
 def unread(value: Any) -> dict[str, Any]:
@@ -149,8 +151,7 @@ def component(found: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(renamed, Mapping) and (known or {"chosen", "rejected"} & set(renamed)):
         ours = {"input": "instruction"} if "instruction" in columns else {}
         columns = columns | {ours.get(str(key), str(key)): str(theirs) for key, theirs in renamed.items() if theirs}
-    columns = {key: theirs for key, theirs in columns.items() if key != theirs}
-    return source | ({"columns": columns} if columns else {})
+    return _with_columns(source, columns)
 
 
 def component_settings(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,21 +178,16 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
     if not isinstance(row, Mapping):
         return name if is_file(name) else f"{directory}/{name}.json"
     hub = row.get("hf_hub_url")
-    source: dict[str, Any] = {
-        "path": located(str(hub), row.get("split")) if hub else f"{directory}/{row.get('file_name')}"
-    }
+    place = located(str(hub), row.get("split")) if hub else f"{directory}/{row.get('file_name')}"
+    source: dict[str, Any] = {"path": place}
     tags, columns = row.get("tags"), row.get("columns")
     is_of_roles = isinstance(tags, Mapping) and tags.get("role_tag") == "role"
     source["format"] = "messages" if is_of_roles else "sharegpt" if row.get("formatting") == "sharegpt" else "alpaca"
-    if isinstance(columns, Mapping):
-        ours = table("factory_columns")
-        renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
-        if source["format"] == "sharegpt":
-            renamed = {"conversations" if key == "messages" else key: value for key, value in renamed.items()}
-        renamed = {key: value for key, value in renamed.items() if key != value}
-        if renamed:
-            source["columns"] = renamed
-    return source
+    ours = table("factory_columns")
+    if source["format"] == "sharegpt":
+        ours = {key: "conversations" if name == "messages" else name for key, name in ours.items()}
+    given = columns if isinstance(columns, Mapping) else {}
+    return _with_columns(source, {ours[key]: str(value) for key, value in given.items() if key in ours})
 
 
 def guessed(given: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ keys beside them, or on what a section, a list or a component of another tool ho
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -34,10 +35,8 @@ def convert(name: str, value: Any, given: Given) -> Lines | str | None:
 
 def _switched(value: Any) -> Any:
     """DeepSpeed's and torchtitan's sections of a switch, `{enabled: true}`, as the switch alone."""
-    if isinstance(value, Mapping):
-        on = [found for key, found in value.items() if key in ("enable", "enabled") and isinstance(found, bool)]
-        return on[0] if on else value
-    return value
+    items = value.items() if isinstance(value, Mapping) else ()
+    return next((on for key, on in items if key in ("enable", "enabled") and isinstance(on, bool)), value)
 
 
 @cache
@@ -179,7 +178,7 @@ def attention_modules(value: Any, given: Given) -> Lines | str | None:
     """torchtune names the layers of attention, and has a switch for those of the MLP."""
     if not isinstance(value, list):
         return None
-    names = [{"output_proj": "o_proj"}.get(str(name), str(name)) for name in value]
+    names = ["o_proj" if name == "output_proj" else str(name) for name in value]
     if given.get("model.apply_lora_to_mlp", given.get("apply_lora_to_mlp")) is True:
         names += ["gate_proj", "up_proj", "down_proj"]
     return {"adapter.target_modules": "all-linear" if set(names) == _ALL_LINEAR else names}
@@ -203,10 +202,10 @@ def text_column(value: Any, given: Given) -> Lines | str | None:
     return {} if value == "text" else {"data.train.columns": {"text": value}} if isinstance(value, str) else None
 
 
-def record_count(value: Any, given: Given) -> Lines | str | None:
+@other_rules.of_number
+def record_count(records: Fraction, given: Given) -> Lines | str | None:
     """The number of records that are taken, which belongs to a source."""
-    records = number(value)
-    return {"data.train.count": int(records)} if records and records > 0 and records.denominator == 1 else None
+    return {"data.train.count": int(records)} if records > 0 and records.denominator == 1 else None
 
 
 def revision(value: Any, given: Given) -> Lines | str | None:
@@ -221,9 +220,7 @@ def deepspeed(value: Any, given: Given) -> Lines | str | None:
     word = str(value).lower().rpartition("/")[2]
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", word) if isinstance(value, str) else None
     found = table("zero").get(str(stage) if stage is not None else named[1] if named else "")
-    if found is None or "offload" in word:
-        return sentence("deepspeed_config")
-    return {**found}
+    return sentence("deepspeed_config") if found is None or "offload" in word else {**found}
 
 
 def fsdp(value: Any, given: Given) -> Lines | str | None:
@@ -232,9 +229,7 @@ def fsdp(value: Any, given: Given) -> Lines | str | None:
     if "hybrid_shard" in words:
         return {"parallel.shard": "hybrid"}
     found = next((lines for word, lines in table("fsdp").items() if word in words.lower().split()), None)
-    if found is None or "offload" in words:
-        return sentence("fsdp_config")
-    return {**found}
+    return sentence("fsdp_config") if found is None or "offload" in words else {**found}
 
 
 def layers_of_litgpt(value: Any, given: Given) -> Lines | str | None:
@@ -267,11 +262,9 @@ def harness_tasks(value: Any, given: Given) -> Lines | str | None:
     return {"eval.tasks": [f"{HARNESS}{name}" for name in names]}
 
 
-def held_out(value: Any, given: Given) -> Lines | str | None:
+@other_rules.of_number
+def held_out(share: Fraction, given: Given) -> Lines | str | None:
     """A share or a count of records that are held out."""
-    share = number(value)
-    if share is None:
-        return None
     if share == 0:
         return "0 is the default of data.eval; leave it out"
     return {"data.eval": percent(share) if share < 1 else f"{write_number(share)} documents"}
@@ -373,11 +366,10 @@ def chat_template(value: Any, given: Given) -> Lines | str | None:
     )
 
 
-def loraplus(value: Any, given: Given) -> Lines | str | None:
+@other_rules.of_number
+def loraplus(ratio: Fraction, given: Given) -> Lines | str | None:
     """LoRA+: another learning rate for the second matrix of each adapter."""
-    ratio, lr = number(value), number(given.get("learning_rate"))
-    if ratio is None:
-        return None
+    lr = number(given.get("learning_rate"))
     if not lr or not ratio:
         return (
             "not supported: a ratio of learning rates (LoRA+); instead optimizer.groups: [{match: '*lora_B*', lr: N}]"
@@ -417,9 +409,7 @@ def sets_of(value: Any, given: Given, key: str) -> Lines | str | None:
 def builder(value: Any, given: Given) -> Lines | str | None:
     """What torchtune builds by a dotted path."""
     name = component_name(value).lower()
-    if found := table("builders").get(name):
-        return {**found}
-    if found := adamw_values().get(name):
+    if found := table("builders").get(name) or adamw_values().get(name):
         return {**found}
     if "8bit" in name or "4bit" in name:
         return of_value("optimizer.kind", "lion_8bit")
@@ -457,11 +447,9 @@ def adapter(value: Any) -> Lines | None:
     return found if kind in {"lora", "dora"} else None
 
 
-def bits(value: Any, given: Given) -> Lines | str | None:
+@other_rules.of_number
+def bits(count: Fraction, given: Given) -> Lines | str | None:
     """How many bits a weight of the frozen base has."""
-    count = number(value)
-    if count is None:
-        return None
     if count in {16, 32}:
         return "0 is the default of model.quantize; leave it out"
     ours = {4: "nf4", 8: "int8"}.get(int(count))

@@ -51,8 +51,7 @@ def kind(value: Any, given: Given) -> Lines | str | None:
     ours = kind_of({**given, "rl": word})
     if ours is None or word not in table("kinds"):
         return of_value("method.kind", word)
-    found: Lines = {"method.kind": ours}
-    return found | {"method.loss": "ipo"} if word == "ipo" else found
+    return {"method.kind": ours} | ({"method.loss": "ipo"} if word == "ipo" else {})
 
 
 def reward_switch(value: Any, given: Given) -> Lines | str | None:
@@ -119,9 +118,8 @@ def smoothing(value: Any, given: Given) -> Lines | str | None:
 
 def precomputed(value: Any, given: Given) -> Lines | str | None:
     """Where the reference's log-probabilities come from; with an adapter they need no model of their own."""
-    if kind_of(given) not in {"dpo", "kto", None}:
-        return {}
-    return {"method.reference": "columns"} if value is True else {}
+    is_compared = kind_of(given) in {"dpo", "kto", None}
+    return {"method.reference": "columns"} if value is True and is_compared else {}
 
 
 def reference_model(value: Any, given: Given) -> Lines | str | None:

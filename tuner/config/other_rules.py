@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from tuner.config.numbers import parse_number, write_number
 from tuner.config.other_tools import by_name, foreign, of_value
@@ -15,6 +15,7 @@ Lines = dict[str, Any]
 """What to write: our keys with their values."""
 Given = Mapping[str, Any]
 """The other tool's keys, of which some change what another one means."""
+P = ParamSpec("P")
 Rule = Callable[[Any, Given], Lines | str | None]
 """Of a value and all that is given: lines, or a note in place of them, or None where the value is not understood."""
 
@@ -54,16 +55,19 @@ def bound(rule: Callable[..., Lines | str | None], *arguments: Any) -> Rule:
     return lambda value, given: rule(value, given, *arguments)
 
 
-def of_number(lines: Callable[[Fraction], Lines | str]) -> Rule:
+def of_number(
+    lines: Callable[Concatenate[Fraction, P], Lines | str | None]
+) -> Callable[Concatenate[Any, P], Lines | str | None]:
     """What a number becomes; anything else is not understood."""
-    return lambda value, given: None if (found := number(value)) is None else lines(found)
+    def rule(value: Any, /, *given: P.args, **arguments: P.kwargs) -> Lines | str | None:
+        return None if (found := number(value)) is None else lines(found, *given, **arguments)
+
+    return rule
 
 
-def count(value: Any, given: Given, key: str, unit: str, off: str | None = None) -> Lines | str | None:
+@of_number
+def count(found: Fraction, given: Given, key: str, unit: str, off: str | None = None) -> Lines | str | None:
     """A count of `unit`; `off` is what 0 and less mean, nothing where it is None."""
-    found = number(value)
-    if found is None:
-        return None
     if found <= 0:
         return {key: off} if off is not None else f"{write_number(found)} means nothing for {key}; leave it out"
     if found < 1 and unit != "epochs":
@@ -71,11 +75,9 @@ def count(value: Any, given: Given, key: str, unit: str, off: str | None = None)
     return {key: f"{write_number(found)} {unit if found != 1 else unit[:-1]}"}
 
 
-def per_epoch(value: Any, given: Given, key: str) -> Lines | str | None:
+@of_number
+def per_epoch(times: Fraction, given: Given, key: str) -> Lines | str | None:
     """So many times an epoch."""
-    times = number(value)
-    if times is None:
-        return None
     every = round(float(1 / times), 4) if times > 0 else 0
     return {key: "never" if not every else "1 epoch" if every == 1 else f"{every:g} epochs"}
 
@@ -168,26 +170,24 @@ def with_own_rows(given: Given) -> Fraction:
     return max(Fraction(1), found)
 
 
-def micro_batch(value: Any, given: Given) -> Lines | str | None:
+@of_number
+def micro_batch(rows: Fraction, given: Given) -> Lines | str | None:
     """Rows of one process at once."""
-    rows = number(value)
-    return {"train.micro_batch_size": int(rows)} if rows is not None and rows >= 1 and rows.denominator == 1 else None
+    return {"train.micro_batch_size": int(rows)} if rows >= 1 and rows.denominator == 1 else None
 
 
-def betas(value: Any, given: Given) -> Lines | str | None:
+@of_number
+def betas(rate: Fraction, given: Given) -> Lines | str | None:
     """Both decay rates, of which another tool has a key each."""
-    if number(value) is None:
-        return None
     written = (number(given.get(f"adam_beta{index}", given.get(f"beta{index}"))) for index in (1, 2))
     pair = zip(written, (0.9, 0.999), strict=True)
     return {"optimizer.betas": [default if beta is None else float(beta) for beta, default in pair]}
 
 
-def min_lr(value: Any, given: Given) -> Lines | str | None:
+@of_number
+def min_lr(lowest: Fraction, given: Given) -> Lines | str | None:
     """The lowest learning rate, as a share of the peak."""
-    lowest, peak = number(value), first_number(given, ("learning_rate", "lr"))
-    if lowest is None:
-        return None
+    peak = first_number(given, ("learning_rate", "lr"))
     if not peak:
         return "schedule.min_lr_ratio is the share of optimizer.lr that is left at the end, such as 10%"
     return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
@@ -223,10 +223,10 @@ def bf16(value: Any, given: Given) -> Lines | str | None:
     return None
 
 
-def seconds(value: Any, given: Given) -> Lines | str | None:
+@of_number
+def seconds(time: Fraction, given: Given) -> Lines | str | None:
     """A time in seconds; one of more than a day is as good as none."""
-    time = number(value)
-    if time is None or time <= 0:
+    if time <= 0:
         return None
     minutes = time / 60
     text = f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(time)} s"

@@ -129,7 +129,7 @@ def lowest_rate(value: Any, given: Given) -> Lines | str | None:
 
 
 @of_number
-def recomputed(share: Fraction) -> Lines:
+def recomputed(share: Fraction, given: Given) -> Lines:
     """The share of decoder layers that is computed again."""
     level = {"train.gradient_checkpointing": "full" if share else "none"}
     return level | ({"train.gradient_checkpointing_layers": percent(share)} if 0 < share < 1 else {})
@@ -144,16 +144,16 @@ def sizes(value: Any, given: Given) -> Lines | str | None:
     return {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"}
 
 
-decay = of_number(lambda share: {"ladder.decay": percent(share)})
+decay = of_number(lambda share, given: {"ladder.decay": percent(share)})
 """The last part of a period."""
-tokens = of_number(lambda each: {"ladder.tokens": f"{write_number(each)} * N"})
+tokens = of_number(lambda each, given: {"ladder.tokens": f"{write_number(each)} * N"})
 """Tokens for each parameter."""
-peak_lr = of_number(lambda factor: {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"})
+peak_lr = of_number(lambda factor, given: {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"})
 """The rate of a size, by what multiplies theirs."""
 
 
 @of_number
-def multiples(last: Fraction) -> Lines:
+def multiples(last: Fraction, given: Given) -> Lines:
     """Their one multiple is the end of the last period: those before it end at half of what the next one does."""
     ends = [last]
     while ends[0] > 0.5:

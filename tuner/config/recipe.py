@@ -29,13 +29,13 @@ COUNTS = ("steps", "epochs", "tokens", "%")
 Stage = Literal["start", "window", "epoch", "batch", "step", "evaluation", "save", "export", "end"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """When a hook may be called, in the order of a run."""
-Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)]
+Globs = Annotated[tuple[str, ...], Several(item=Text(what="names or globs"), empty=True)]
 
 
 class InitFrom(Section):
     """A place whose weights the model is given before the first step, and newer ones between steps where it says so."""
 
-    path: Annotated[str, Text(kind="a run, a checkpoint, an export, or the directory of a model or adapter")]
+    path: Annotated[str, Text(what="a run, a checkpoint, an export, or the directory of a model or adapter")]
     """A run, one of its checkpoints, an export, or the directory of a Hugging Face model or adapter (required)."""
     load: Globs = ()
     """Its tensors to take: names or globs, * for a part of a name, ** for any parts; empty takes all."""
@@ -59,11 +59,11 @@ WEIGHT_SOURCES = Items(InitFrom, "a list of paths or of {path, load, exclude, re
 class ModelSection(Section):
     """The base model."""
 
-    name_or_path: Annotated[str, Text(kind="a hub name (owner/name) or a local directory")]
+    name_or_path: Annotated[str, Text(what="a hub name (owner/name) or a local directory")]
     """Hub name or local directory of the base model (required)."""
-    revision: Annotated[str | None, Text(kind="a commit or tag")] = None
+    revision: Annotated[str | None, Text(what="a commit or tag")] = None
     """Hub commit or tag; the commit used is recorded."""
-    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    use: Annotated[str | None, Text(what="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """A model class of your own for the config's model_type: FILE.py:NAME, or an entry point of tuner.models."""
     init: Word[Literal["pretrained", "random"]] = "pretrained"
     """Where the weights come from: pretrained files, or random numbers, which needs only the config (pre-training)."""
@@ -90,7 +90,7 @@ class ModelSection(Section):
 class AddedToken(Section):
     """A text that becomes one token of the tokenizer."""
 
-    token: Annotated[str, Text(kind="the token's text", pattern=r"(?s)(?=.*\S).+")]
+    token: Annotated[str, Text(what="the token's text", pattern=r"(?s)(?=.*\S).+")]
     """Text of the token, wherever it stands (required)."""
     special: Bool = False
     """A control token: it may end a turn, generation leaves it out of the text, and users' text cannot hold it."""
@@ -102,7 +102,7 @@ NEW_TOKENS = Items(AddedToken, "a list of texts or of {token, special}")
 class TokenizerSection(Section):
     """The tokenizer and its chat template."""
 
-    name_or_path: Annotated[str | None, Text(kind="byte, a hub name or a local directory")] = None
+    name_or_path: Annotated[str | None, Text(what="byte, a hub name or a local directory")] = None
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
     chat_template: Annotated[str | None, TemplateNameOrPath()] = None
     """Built-in template by name, such as chatml or llama3, or path of a jinja file; null takes the tokenizer's own."""
@@ -110,7 +110,7 @@ class TokenizerSection(Section):
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens in a record's text: refuse the record, or escape them as plain text; both are counted."""
-    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    use: Annotated[str | None, Text(what="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """FILE.py:NAME or an entry point of tuner.tokenizers: is called with that tokenizer, and returns the one to use."""
     args: Options = {}
     """Its keyword arguments."""
@@ -149,8 +149,7 @@ class LowRankAdapter(Section):
     dropout: Annotated[float, Real(ge=0, lt=1)] = 0.0
     """Dropout probability at the adapter's input."""
     target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...],
-        Several(item=Text(kind="names or globs")),
+        Literal["all-linear"] | tuple[str, ...], Several(item=Text(what="names or globs")),
         AfterValidator(_no_other_word_for_all),
     ] = "all-linear"
     """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
@@ -218,9 +217,9 @@ COLUMNS = (
 class DataSource(Section):
     """One source of records, and its share of them."""
 
-    path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")] = ""
+    path: Annotated[str, Text(what="a file, a directory, a glob, - or owner/name:split")] = ""
     """File, also cut as rows.jsonl[:10%], directory, glob, - for stdin, or hub data set as owner/name:train[:5%]."""
-    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    use: Annotated[str | None, Text(what="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """In the place of path: FILE.py:NAME, or an entry point of tuner.data_sources, a function that yields records."""
     args: Options = {}
     """Its keyword arguments."""
@@ -347,7 +346,7 @@ class DataSection(Section):
     """Processes that encode records; auto: one per free core. Their number does not change the result."""
     engine: Word[Literal["local", "ray"]] = "local"
     """Where records are encoded: in processes of this machine (local), or in tasks of a Ray cluster (ray)."""
-    cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
+    cache_dir: Annotated[str | None, Text(what="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
     repetition: RepetitionSection = RepetitionSection()
     windows: WindowsSection = WindowsSection()
@@ -402,7 +401,7 @@ class TrainSection(Section):
     """How long the whole run is."""
     stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=NEVER)] = None
     """Save and stop this launch after this long (exit code 75); the run can be resumed."""
-    stop_file: Annotated[str | None, Text(kind="the path of a file")] = None
+    stop_file: Annotated[str | None, Text(what="the path of a file")] = None
     """A file that stops this launch as RUN/STOP does when it is there, and stays: one for many runs."""
     end_at: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Step at which the run ends, finished, under the schedule of the whole duration; null ends it there."""
@@ -508,8 +507,7 @@ class CheckpointSection(Section):
     """Saving, so that a run can be resumed."""
 
     every: Annotated[Durations | None, CadenceSpan(units=(*COUNTS, *TIMES))] = (
-        Duration.parse("500 steps"),
-        Duration.parse("15 min"),
+        Duration.parse("500 steps"), Duration.parse("15 min")
     )
     """How often to save; the first duration that has passed counts."""
     at_start: Bool = False
@@ -518,7 +516,7 @@ class CheckpointSection(Section):
     """Save after the last step."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest checkpoints kept; marked ones and the best are extra."""
-    keep_best: Annotated[str | None, Text(kind=_BEST, pattern=r"eval/[A-Za-z0-9][\w.-]*(?:/.+)?")] = None
+    keep_best: Annotated[str | None, Text(what=_BEST, pattern=r"eval/[A-Za-z0-9][\w.-]*(?:/.+)?")] = None
     """Loss or figure that decides which checkpoint is best: it is saved at its evaluation and never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
@@ -615,7 +613,7 @@ class ProberSection(Section):
 
     steps: Annotated[tuple[StepRange, ...], Several(item=Steps(), empty=True)] = ()
     """Steps in which they are written to RUN/prober, such as [1, 100-102]; these take longer and compute the same."""
-    modules: Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)] = ()
+    modules: Annotated[tuple[str, ...], Several(item=Text(what="names or globs"), empty=True)] = ()
     """Modules that are looked into, and what is below them: names or globs, e.g. [embed_tokens, layers.0.*_proj]."""
     gradients: Bool = True
     """Write the gradients of their outputs and parameters, too, besides their outputs."""
@@ -641,7 +639,7 @@ class LoggingSection(Section):
     """Minimum log level."""
     console_every: Annotated[Duration, Span(units=(*TIMES, "steps"))] = Duration.parse("2 s")
     """Time, or steps, between two refreshes of the console and of metrics.jsonl, which has every step."""
-    console: Annotated[tuple[str, ...], Several(item=Text(kind="names of metrics.jsonl"), empty=True)] = ()
+    console: Annotated[tuple[str, ...], Several(item=Text(what="names of metrics.jsonl"), empty=True)] = ()
     """Columns of the console between the losses and the time left, such as [lr, mfu, mem_gib]; empty: the usual."""
     metrics_of: Word[Literal["main", "all"]] = "main"
     """Processes that write metrics: rank 0, or each with own loss and speed; others to RUN/logs/rankN.metrics.jsonl."""
@@ -653,13 +651,13 @@ class LoggingSection(Section):
     """Steps of which the same share is logged as spike_score_last."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
-    project: Annotated[str, Text(kind="the name of a project")] = "tuner"
+    project: Annotated[str, Text(what="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
-    group: Annotated[str | None, Text(kind="the name of a group")] = None
+    group: Annotated[str | None, Text(what="the name of a group")] = None
     """Group of wandb, and tag of mlflow, that the run is shown with; null: of a ladder's rung its name, else none."""
-    tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
+    tags: Annotated[tuple[str, ...], Several(item=Text(what="words"), empty=True)] = ()
     """Labels of the run in wandb and mlflow."""
-    cancel_tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
+    cancel_tags: Annotated[tuple[str, ...], Several(item=Text(what="words"), empty=True)] = ()
     """Tags that stop the run in order, as the file STOP does, when one is set on its page in wandb: [cancel]."""
     cancel_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("1 min")
     """Time between two looks at that page."""
@@ -700,16 +698,9 @@ class HookSection(Section):
 
 HOOKS = Items(HookSection, "a list of {use, stages, every, ranks, options}")
 ITEMS: dict[str, Items] = {
-    "model.init_from": WEIGHT_SOURCES,
-    "tokenizer.add_tokens": NEW_TOKENS,
-    "data.train": SOURCES,
-    "data.eval": HELD_OUT,
-    "train.batch_schedule": BATCH_CHANGES,
-    "optimizer.groups": GROUPS,
-    "optimizer.rows": ROWS,
-    "eval.tasks": EVAL_TASKS,
-    "hooks": HOOKS,
-    "ladder.sizes": SIZES,
+    "model.init_from": WEIGHT_SOURCES, "tokenizer.add_tokens": NEW_TOKENS, "data.train": SOURCES, "data.eval": HELD_OUT,
+    "train.batch_schedule": BATCH_CHANGES, "optimizer.groups": GROUPS, "optimizer.rows": ROWS, "eval.tasks": EVAL_TASKS,
+    "hooks": HOOKS, "ladder.sizes": SIZES,
 }
 """Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter | PeftAdapter, ByKind()]
@@ -723,11 +714,10 @@ class Recipe(Section):
     version: Word[Literal[1]] = 1
     """Version of the recipe's format."""
     name: Annotated[
-        str | None,
-        Text(kind="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME),
+        str | None, Text(what="letters, digits, '.', '_' and '-', starting with a letter or digit", pattern=NAME),
     ] = None
     """Name of the run; null takes the recipe's file stem."""
-    output_dir: Annotated[str, Text(kind="the path of a directory")] = "runs/{name}"
+    output_dir: Annotated[str, Text(what="the path of a directory")] = "runs/{name}"
     """The run directory, stable so that a requeued job finds itself; the default starts from the working directory."""
     seed: Annotated[int, Whole(ge=0, le=2**63 - 1)] = 42
     """Seed of weights, order and dropout."""

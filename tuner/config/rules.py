@@ -19,10 +19,8 @@ def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
 
 def _best_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
     metric = recipe.checkpoint.keep_best
-    if metric is None:
-        return None
     task = task_of(metric, recipe.eval.tasks)
-    if task is not None and task.every is not None:
+    if metric is None or (task is not None and task.every is not None):
         return None
     if task is None and recipe.data.eval is None and not recipe.eval.tasks:
         return "needs held-out rows; set data.eval, such as 2%, or keep_best: null"
@@ -41,11 +39,10 @@ def _best_is_measured(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _patience_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.eval.patience is None:
+    is_measured = recipe.data.eval is not None or task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is not None
+    if recipe.eval.patience is None or is_measured:
         return None
-    if recipe.data.eval is None and task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is None:
-        return "needs held-out rows; set data.eval, such as 2%, or keep_best: eval/TASK/acc, or patience: null"
-    return None
+    return "needs held-out rows; set data.eval, such as 2%, or keep_best: eval/TASK/acc, or patience: null"
 
 
 def _tasks_have_names_of_their_own(recipe: Recipe, given: Set[str]) -> str | None:
@@ -89,24 +86,18 @@ def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _pretrain_takes_text(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.method.examples.kind != "pretrain":
+    other = next((each.format for each in recipe.data.train if each.format not in {"auto", "text", "tokens"}), None)
+    if other is None or recipe.method.examples.kind != "pretrain":
         return None
-    for source in recipe.data.train:
-        if source.format not in {"auto", "text", "tokens"}:
-            return f"got format {source.format}; method.kind pretrain reads text; set format: text or method.kind: sft"
-    return None
+    return f"got format {other}; method.kind pretrain reads text; set format: text or method.kind: sft"
 
 
 def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str | None:
-    examples = recipe.method.examples
-    if not examples.compares:
-        return None
     sources = (*recipe.data.train, *(recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()))
-    for source in sources:
-        if source.format in {"text", "tokens"}:
-            kind = recipe.method.kind
-            return f"got format {source.format}; method.kind {kind} compares answers to prompts; set format: auto"
-    return None
+    other = next((source.format for source in sources if source.format in {"text", "tokens"}), None)
+    if other is None or not recipe.method.examples.compares:
+        return None
+    return f"got format {other}; method.kind {recipe.method.kind} compares answers to prompts; set format: auto"
 
 
 def _batches_change_in_order(recipe: Recipe, given: Set[str]) -> str | None:

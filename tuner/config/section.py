@@ -46,14 +46,16 @@ def table_rules(name: str) -> tuple[Rule, ...]:
 
 
 def _check(wrong: Mapping[str, Where | list[Where]]) -> Callable[[Recipe, Set[str]], str | None]:
-    ways = {says: where if isinstance(where, list) else [where] for says, where in wrong.items()}
-    split = {says: [[(key.split("."), value) for key, value in one.items()] for one in ways[says]] for says in wrong}
+    ways = [
+        (says, [(key.split("."), value) for key, value in where.items()])
+        for says, found in wrong.items()
+        for where in (found if isinstance(found, list) else [found])
+    ]
 
     def check(recipe: Recipe, given: Set[str]) -> str | None:
-        for says, found in split.items():
-            for where in found:
-                if all(_holds(recipe, recipe, path, wanted) for path, wanted in where):
-                    return _NAMED.sub(lambda named: str(attrgetter(named[1])(recipe)), says)
+        for says, where in ways:
+            if all(_holds(recipe, recipe, path, wanted) for path, wanted in where):
+                return _NAMED.sub(lambda named: str(attrgetter(named[1])(recipe)), says)
         return None
 
     return check
@@ -83,8 +85,8 @@ def _holds(recipe: Recipe, owner: Any, path: list[str], wanted: Any) -> bool:
 def _is(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return any(_is(value, one) for one in wanted)
-    if wanted is None or isinstance(value, str):
-        return value in (None, (), {}) if wanted is None else bool(value == wanted)
+    if wanted is None:
+        return value in (None, (), {})
     return bool(value == wanted) or str(value) == wanted
 
 
@@ -92,7 +94,7 @@ Auto = Literal["auto"]
 Durations = tuple[Duration, ...]
 Bool = Annotated[bool, Switch()]
 PLUGIN = r"(?:.+\.py:[^\W\d]\w*|(?!.*\.py$)(?!.*:)\S.*)"
-Use = Annotated[str, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
+Use = Annotated[str, Text(what="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)]
 """Code of the user's own."""
 Options = Annotated[dict[str, Any], Table()]
 """Its keyword arguments."""

@@ -109,21 +109,11 @@ def starter(model: str, data: str, seen: Look, room: Room) -> str:
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
     gb = (seen.parameters or 0) / 1e9
     lines = _template().render(
-        seen=seen,
-        room=room,
-        model=flow(model),
-        source=_source(data, seen),
-        rows=f"{counted(seen)}: {seen.form}{not_used(seen)}",
-        bad_rows=bad_rows(seen),
-        first_bad=one_line(seen.first_bad),
-        billions=gb,
-        trained_gb=TRAINED_BYTES * gb,
-        frozen_gb=FROZEN_BYTES * gb,
-        is_large=room.lacks(TRAINED_BYTES * gb * 1e9),
-        is_quantized=room.lacks(FROZEN_BYTES * gb * 1e9),
-        fewest_to_split=FEWEST_TO_SPLIT,
-        longest_pretrain=LONGEST_PRETRAIN,
-        few_steps=FEW_STEPS,
+        seen=seen, room=room, model=flow(model), source=_source(data, seen),
+        rows=f"{counted(seen)}: {seen.form}{not_used(seen)}", bad_rows=bad_rows(seen),
+        first_bad=one_line(seen.first_bad), billions=gb, trained_gb=TRAINED_BYTES * gb, frozen_gb=FROZEN_BYTES * gb,
+        is_large=room.lacks(TRAINED_BYTES * gb * 1e9), is_quantized=room.lacks(FROZEN_BYTES * gb * 1e9),
+        fewest_to_split=FEWEST_TO_SPLIT, longest_pretrain=LONGEST_PRETRAIN, few_steps=FEW_STEPS,
     )
     split = [line.partition(_COMMENT)[::2] for line in lines.strip("\n").split("\n")]
     width = max(len(text) for text, _ in split if len(text) <= WIDEST)

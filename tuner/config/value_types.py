@@ -47,8 +47,7 @@ def shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "a list"
     if isinstance(value, str):
-        text = value if len(value) <= 60 else value[:57] + "..."
-        return repr(text)
+        return repr(value if len(value) <= 60 else value[:57] + "...")
     return str(value)
 
 
@@ -64,6 +63,8 @@ class ValueType(ABC):
     null: bool = False
     words: tuple[str, ...] = ()
     aliases: tuple[tuple[str, Any], ...] = ()
+    values: tuple[Any, ...] = ()
+    """All that may be written, where these are a few."""
 
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation."""
@@ -75,14 +76,19 @@ class ValueType(ABC):
         return replace(self, null=null, words=words)
 
     @property
+    def meanings(self) -> dict[str, Any]:
+        """What each word stands for: for itself, or for what its alias does."""
+        return {word: word for word in self.words} | dict(self.aliases)
+
+    @property
     def allowed(self) -> str:
         """What may be written, in words."""
-        extra = [*self.words, *(word for word, _ in self.aliases), *(["null"] if self.null else [])]
+        extra = [*self.meanings, *(["null"] if self.null else [])]
         return " or ".join([*([self.what] if self.what else []), *extra])
 
     def every_word(self) -> list[str]:
-        """The words that may be written, but for aliases."""
-        return [str(word) for word in self.words]
+        """The values, where these are a few, and the words that may be written, but for aliases."""
+        return [str(word) for word in (*self.values, *self.words)]
 
     @property
     @abstractmethod
@@ -101,19 +107,15 @@ class ValueType(ABC):
         """Return the typed value or raise the field's error."""
         if value is None and self.null:
             return None
-        if isinstance(value, str):
-            if value in self.words:
-                return value
-            for word, meaning in self.aliases:
-                if value == word:
-                    return meaning
-        elif value is None and any(meaning is None for _, meaning in self.aliases):
+        meanings = self.meanings
+        if isinstance(value, str) and value in meanings:
+            return meanings[value]
+        if value is None and None in meanings.values():
             raise refuse(f"got null; allowed: {self.allowed}")
         try:
             return self.read(value)
         except TypeError:
-            words = [*self.words, *(word for word, _ in self.aliases)]
-            raise refuse(f"got {shown(value)}; allowed: {self.allowed}{meant(value, words, 0.6)}") from None
+            raise refuse(f"got {shown(value)}; allowed: {self.allowed}{meant(value, [*meanings], 0.6)}") from None
         except ValueError as error:
             raise refuse(str(error)) from None
 
@@ -122,16 +124,16 @@ class ValueType(ABC):
         for word, meaning in self.aliases:
             if value is meaning:
                 return word
-        return self.plain(value)
+        return value if value is None or value in self.words else self.plain(value)
 
     def plain(self, value: Any) -> Any:
-        """Return an ordinary value as YAML or JSON takes it."""
+        """Return an ordinary value, neither null nor a word, as YAML or JSON takes it."""
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         kind = self.of(source)
         schema = kind.schema()
-        constants: list[Any] = [*kind.words, *(word for word, _ in kind.aliases), *([None] if kind.null else [])]
+        constants: list[Any] = [*kind.meanings, *([None] if kind.null else [])]
         if constants:
             schema = {"anyOf": [schema, {"enum": constants}]}
         return handler.generate_schema(
@@ -144,12 +146,9 @@ class Switch(ValueType):
     """`true` or `false`, nothing else."""
 
     metavar = "BOOL"
+    values: tuple[Any, ...] = ("true", "false")
 
     what = "true or false"
-
-    def every_word(self) -> list[str]:
-        """Both, and more that may be written."""
-        return ["true", "false", *super().every_word()]
 
     def read(self, value: Any) -> bool:
         """Return the truth value."""
@@ -167,15 +166,10 @@ class OneOf(ValueType):
     """One of a few words: those of the annotation, a `Literal`."""
 
     metavar = "WORD"
-    values: tuple[Any, ...] = ()
 
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation."""
         return replace(self, values=get_args(annotation))
-
-    def every_word(self) -> list[str]:
-        """The values."""
-        return [str(value) for value in self.values] + super().every_word()
 
     @property
     def what(self) -> str:
@@ -196,25 +190,19 @@ class OneOf(ValueType):
 
 @dataclass(frozen=True)
 class Text(ValueType):
-    """A string; `kind` says which, `pattern` which characters."""
+    """A string; `what` says which, `pattern` which characters."""
 
     metavar = "TEXT"
-    kind: str = "text"
+    what: str = "text"
     pattern: str | None = None
-
-    @property
-    def what(self) -> str:
-        """The description of the ordinary values."""
-        return self.kind
 
     def read(self, value: Any) -> str:
         """Return the string."""
         if not isinstance(value, str):
             quotes = "" if value is None or isinstance(value, (Mapping, list, tuple)) else " in quotes"
             raise ValueError(f"got {shown(value)}; allowed: {self.allowed}{quotes}")
-        if not value.strip() or not value.isprintable():
-            raise TypeError
-        if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
+        is_text = bool(value.strip()) and value.isprintable()
+        if not is_text or (self.pattern is not None and re.fullmatch(self.pattern, value) is None):
             raise TypeError
         return value
 
@@ -262,20 +250,19 @@ def address_problem(address: str) -> str | None:
     return "has port 0" if port == 0 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Several(ValueType):
     """A list whose items are of one type: `length` of them where that is given, none where `empty`.
 
     A text or number in place of a list of any length is a list of that one item.
     """
 
-    item: ValueType | None = None
+    item: ValueType
     length: int | None = None
     empty: bool = False
 
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation; its item's is that of the tuple's members."""
-        assert self.item is not None
         members = (annotation, *get_args(annotation))
         inner = next(get_args(member)[0] for member in members if get_origin(member) is tuple)
         return replace(super().of(annotation), item=self.item.of(inner))
@@ -283,38 +270,28 @@ class Several(ValueType):
     @property
     def what(self) -> str:
         """The description of the ordinary values."""
-        assert self.item is not None
         count = "any number" if self.empty else self.length or "at least 1"
         return f"a list of {count}: {self.item.allowed}"
 
     def read(self, value: Any) -> tuple[Any, ...]:
         """Return the items."""
         if self.length is None and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            value = [self._alone(value)]
-        if self.item is None or not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError
-        if not value and not self.empty:
+            if isinstance(value, str) and "," in value:  # several in one text, as other tools write them
+                items = ", ".join(part.strip() for part in value.strip("[]").split(",") if part.strip())
+                raise ValueError(f"got {shown(value)}; write a list: [{items}]")
+            value = [value]
+        if not isinstance(value, Sequence) or isinstance(value, str) or not (value or self.empty):
             raise TypeError
         if self.length is not None and len(value) != self.length:
             raise TypeError
         return tuple(self.item.read(item) for item in value)
 
-    def _alone(self, value: Any) -> Any:
-        """The only item; ValueError for several in one text, as other tools write them."""
-        if isinstance(value, str) and "," in value:
-            items = ", ".join(part.strip() for part in value.strip("[]").split(",") if part.strip())
-            raise ValueError(f"got {shown(value)}; write a list: [{items}]")
-        return value
-
     def plain(self, value: Any) -> Any:
         """Return a list."""
-        if self.item is None or value is None or isinstance(value, str):
-            return value
         return [self.item.plain(item) for item in value]
 
     def schema(self) -> dict[str, Any]:
         """An array."""
-        assert self.item is not None
         least = self.length or (0 if self.empty else 1)
         count = {"minItems": least} | ({"maxItems": self.length} if self.length else {})
         several = {"type": "array", "items": self.item.schema()} | count

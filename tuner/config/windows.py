@@ -90,7 +90,7 @@ END = "END"
 """The file that says of a directory that no more come."""
 
 
-NAMES = Several(item=Text(kind="names", pattern=r"[^/\x00]*[^/\x00.][^/\x00]*"), empty=True)
+NAMES = Several(item=Text(what="names", pattern=r"[^/\x00]*[^/\x00.][^/\x00]*"), empty=True)
 
 
 class WindowsSection(PortionsSection):

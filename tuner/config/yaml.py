@@ -116,8 +116,8 @@ def tree_of(value: Any, where: str, base: Path, depth: int = 0) -> Node:
 class Problems:
     """Everything wrong with one recipe, in order."""
 
-    found: list[Problem] = field(default_factory=list)
-    seen: set[Problem] = field(default_factory=set)
+    found: dict[Problem, None] = field(default_factory=dict)
+    """Each once."""
 
     def add(self, where: str, key: str, text: str) -> None:
         """Note one problem; the same position and key are noted once."""
@@ -125,10 +125,7 @@ class Problems:
 
     def take(self, problems: Iterable[Problem]) -> None:
         """Note problems that were found before."""
-        for problem in problems:
-            if problem not in self.seen:
-                self.seen.add(problem)
-                self.found.append(problem)
+        self.found |= dict.fromkeys(problems)
 
 
 MAX_BYTES = 1 << 20
@@ -216,7 +213,6 @@ class _Builder:
 
     def __init__(self, name: str, base: Path, problems: Problems) -> None:
         self.name, self.base, self.problems = name, base, problems
-        self.nodes = 0
 
     def build(self, text: str) -> Node | None:
         from ruamel import yaml
@@ -238,16 +234,15 @@ class _Builder:
             self.problems.add(where, "", f"not YAML: {error.problem or error.context}{hint}")
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
-            column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+            column = error.position - text.rfind("\n", 0, error.position)
             self.problems.add(f"{self.name}:{line}:{column}", "", f"not YAML: control character {error.character!r}")
         except (yaml.error.YAMLError, ValueError, RecursionError) as error:
             self.problems.add(f"{self.name}:1:1", "", f"not YAML: {(str(error).splitlines() or ['too deep'])[0]}")
-        if root is not None and root.value is None:
-            return None
-        if root is not None and not isinstance(root.value, dict):
+        if root is None or isinstance(root.value, dict):
+            return root
+        if root.value is not None:
             self.problems.add(root.where, "", "a recipe is a mapping of sections, such as model: and data:")
-            return None
-        return root
+        return None
 
     def _where(self, event: Any) -> str:
         return f"{self.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
@@ -257,9 +252,8 @@ class _Builder:
         raise _Stop
 
     def _checked(self, events: Iterator[Any]) -> Iterator[Any]:
-        for event in events:
-            self.nodes += 1
-            if self.nodes > MAX_NODES:
+        for number, event in enumerate(events, 1):
+            if number > MAX_NODES:
                 self._fail(event, f"more than {MAX_NODES:,} values: not a recipe")
             if type(event).__name__ == "AliasEvent":
                 self._fail(event, f"alias *{event.anchor}; write the value out, a recipe has no aliases")

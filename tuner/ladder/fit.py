@@ -277,10 +277,8 @@ def fit_curves(curve: CurveFamily, targets: Floats, starts: Floats, delta: float
     """Fit every start (B, parameters) to its target (B, points), or all to one (points,), in at most so many steps."""
     targets = np.broadcast_to(targets, (len(starts), targets.shape[-1]))
     size = max(1, CHUNK // targets.shape[-1])
-    parts = [
-        _fit_chunk(curve, targets[i : i + size], starts[i : i + size], delta, steps)
-        for i in range(0, len(starts), size)
-    ]
+    cuts = [slice(i, i + size) for i in range(0, len(starts), size)]
+    parts = [_fit_chunk(curve, targets[cut], starts[cut], delta, steps) for cut in cuts]
     return Fitted(np.concatenate([part.parameters for part in parts]), np.concatenate([part.loss for part in parts]))
 
 
@@ -484,5 +482,4 @@ def _enough(form: LawForm, points: Sequence[Point]) -> LawForm:
 
 def _different(logs: Floats) -> int:
     """How many different values there are among logarithms."""
-    ordered = np.sort(logs)
-    return 1 + int((np.diff(ordered) > SAME_SIZE).sum())
+    return 1 + int((np.diff(np.sort(logs)) > SAME_SIZE).sum())

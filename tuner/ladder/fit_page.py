@@ -37,12 +37,8 @@ def fit_page(title: str, found: Forecast) -> str:
     fit = found.fit
     words = [fit.form.text, f"{len(fit.points)} points of {len(by_rung(fit.points))} rungs", fit.figure]
     data = {
-        "title": title,
-        "subtitle": " · ".join(words),
-        "figures": figures_of(found),
-        "charts": charts_of(found),
-        "rungs": list(by_rung(fit.points)),
-        "notes": found.notes,
+        "title": title, "subtitle": " · ".join(words), "figures": figures_of(found), "charts": charts_of(found),
+        "rungs": list(by_rung(fit.points)), "notes": found.notes,
     }
     return filled(_TEMPLATE, to_jsonable_python(data, inf_nan_mode="null"))  # JSON has no infinity and no NaN
 
@@ -51,13 +47,8 @@ def figures_of(found: Forecast) -> dict[str, Any]:
     """A forecast as JSON values; a parameter that the points do not identify has no value, and says why."""
     fit = found.fit
     return {
-        "law": fit.form.text,
-        "figure": fit.figure,
-        "points": len(fit.points),
-        "rungs": len(by_rung(fit.points)),
-        "level": fit.settings.level,
-        "seed": fit.settings.seed,
-        "samples": fit.settings.samples,
+        "law": fit.form.text, "figure": fit.figure, "points": len(fit.points), "rungs": len(by_rung(fit.points)),
+        "level": fit.settings.level, "seed": fit.settings.seed, "samples": fit.settings.samples,
         "noise_scale": fit.noise.scale,
         "parameters": {one.name: _parameter(one) for one in parameters_of(fit)},
         "curve": dict(zip(fit.form.names, map(float, fit.form.natural(fit.parameters[None])[0]), strict=True)),

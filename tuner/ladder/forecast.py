@@ -211,9 +211,7 @@ def widening(left: Sequence[LadderHeldOut]) -> float:
     Residuals do not show noise that all marks of a rung share, nor where the law is not the truth: errors on rungs that
     were left out show both.
     """
-    if not left:
-        return 1.0
-    return max(1.0, math.sqrt(sum(one.deviations**2 for one in left) / len(left)))
+    return max(1.0, math.sqrt(sum(one.deviations**2 for one in left) / len(left))) if left else 1.0
 
 
 def fit_widened(
@@ -267,10 +265,8 @@ def forecast(points: Sequence[Point], question: ForecastQuestion) -> Forecast:
     own = _own_points(measured, question.rung)
     rest = [point for point in measured if point.rung != question.rung]
     decayed = [point for point in rest if point.is_decayed]
-    if len(decayed) < len(rest):
-        notes.append(
-            f"{len(rest) - len(decayed)} points before the decay of the learning rate are not fitted by the law"
-        )
+    if early := len(rest) - len(decayed):
+        notes.append(f"{early} points before the decay of the learning rate are not fitted by the law")
     target = own[-1].size if own else question.size
     if target is not None:
         _require_on_line(fitting.form_of(decayed), target)
@@ -290,15 +286,9 @@ def forecast(points: Sequence[Point], question: ForecastQuestion) -> Forecast:
         if target is not None and loss is not None:
             predicted[figure] = fit.predict(law.draws([target])[:, 0], loss.value)
     return Forecast(
-        fit=law,
-        left_out=left_out,
-        scores=scores,
-        target=target,
-        loss=loss,
-        predicted_scores=predicted,
+        fit=law, left_out=left_out, scores=scores, target=target, loss=loss, predicted_scores=predicted,
         measured_scores={name: own[-1].figures[name] for name in predicted if own and name in own[-1].figures},
-        checked=compared(law, own) if own else None,
-        notes=notes,
+        checked=compared(law, own) if own else None, notes=notes,
     )
 
 

@@ -102,10 +102,8 @@ class PlannedRung:
             "micro_tokens": rung.batch.micro_tokens, "processes": rung.batch.processes,
             "accumulation": rung.batch.accumulation, "total_steps": rung.plan.total_steps, "tokens": rung.tokens,
             "lr": rung.lr, "warmup_steps": rung.plan.warmup_steps, "marks": [asdict(mark) for mark in rung.marks],
-            "flops": self.flops,
-            "memory_bytes": found.peak_bytes if found else None,
-            "fits": found.verdict if found else None,
-            "seconds": found.time.total_s if found else None,
+            "flops": self.flops, "memory_bytes": found.peak_bytes if found else None,
+            "fits": found.verdict if found else None, "seconds": found.time.total_s if found else None,
             "run_dir": str(rung.run_dir),
         }  # fmt: skip
 

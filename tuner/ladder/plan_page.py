@@ -31,18 +31,10 @@ def plan_lines(planned: Sequence[PlannedRung]) -> list[list[str]]:
     """The plans of rungs as texts, in the columns of `PLAN`."""
     return [
         [
-            rung["name"],
-            f"{rung['parameters']:,}",
-            f"{rung['total_parameters']:,}",
-            f"{rung['batch_tokens']:,}",
-            f"{100 * rung['off']:.1f}%",
-            str(rung["processes"]),
-            str(rung["accumulation"]),
-            f"{rung['micro_tokens']:,}",
-            f"{rung['total_steps']:,}",
-            short_count(rung["tokens"]),
-            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}",
-            f"{rung['warmup_steps']:,}",
+            rung["name"], f"{rung['parameters']:,}", f"{rung['total_parameters']:,}", f"{rung['batch_tokens']:,}",
+            f"{100 * rung['off']:.1f}%", str(rung["processes"]), str(rung["accumulation"]), f"{rung['micro_tokens']:,}",
+            f"{rung['total_steps']:,}", short_count(rung["tokens"]),
+            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}", f"{rung['warmup_steps']:,}",
             f"{rung['flops']:.2e}" if rung["flops"] else "-",
             "-" if rung["memory_bytes"] is None else _memory(rung["memory_bytes"], rung["fits"]),
             "-" if rung["seconds"] is None else clock(rung["seconds"]),

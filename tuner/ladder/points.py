@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -106,9 +106,8 @@ def parse_points(text: str, name: str) -> list[Point]:
         raise DataError(f"{name} is empty", hint=f"its first line names the columns: rung,{','.join(NEEDED)},{LOSS}")
     heading = [cell.strip() for cell in numbered[0][1]]
     columns = _columns(heading, name)
-    figures = [
-        i for i in range(len(heading)) if _key(heading[i]) not in NO_FIGURES | {""} and i not in columns.values()
-    ]
+    others = NO_FIGURES | {""}
+    figures = [i for i, cell in enumerate(heading) if _key(cell) not in others and i not in columns.values()]
     points = []
     for number, line in numbered[1:]:
         if len(line) != len(heading):
@@ -124,9 +123,8 @@ def parse_points(text: str, name: str) -> list[Point]:
     return points
 
 
-def with_figure(points: Iterable[Point], name: str) -> list[Point]:
+def with_figure(points: Sequence[Point], name: str) -> list[Point]:
     """The points at which a figure was measured, finite and above zero. Raises RecipeError for one that none has."""
-    points = list(points)
     require_figure(points, name)
     return [point for point in points if point.figures.get(name, 0.0) > 0 and math.isfinite(point.figures[name])]
 

@@ -105,10 +105,14 @@ def as_started(ladder: LadderRecord) -> LadderRecord:
     if not (ladder.directory / LADDER).is_file():
         return ladder
     before = read_ladder(ladder.directory)
-    _require_same_plan(before, ladder)
-    names = {rung.name for rung in ladder.rungs}
-    left = (rung for rung in before.rungs if rung.name not in names and is_run(before.run_dir(rung)))
-    return replace(ladder, rungs=(*ladder.rungs, *left))
+    planned = {rung.name: rung for rung in ladder.rungs}
+    for rung in before.rungs:
+        if is_run(before.run_dir(rung)) and (now := planned.setdefault(rung.name, rung)) != rung:
+            raise RecipeError(
+                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, now)})",
+                hint=f"start another ladder: --name NEW-NAME; or remove that run: tuner runs rm {before.run_dir(rung)}",
+            )
+    return replace(ladder, rungs=tuple(planned.values()))
 
 
 def write_ladder(ladder: LadderRecord) -> None:
@@ -125,16 +129,6 @@ def find_rung(names: Sequence[str], wanted: str) -> int:
     if wanted.isdecimal() and 1 <= int(wanted) <= len(names):
         return int(wanted) - 1
     raise RecipeError(f"{wanted}: no such rung", hint=f"there are: {', '.join(names)}")
-
-
-def _require_same_plan(before: LadderRecord, now: LadderRecord) -> None:
-    planned = {rung.name: rung for rung in now.rungs}
-    for rung in before.rungs:
-        if is_run(before.run_dir(rung)) and planned.get(rung.name, rung) != rung:
-            raise RecipeError(
-                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, planned[rung.name])})",
-                hint=f"start another ladder: --name NEW-NAME; or remove that run: tuner runs rm {before.run_dir(rung)}",
-            )
 
 
 def _difference(before: RungRecord, now: RungRecord) -> str:
@@ -206,8 +200,7 @@ def _reached(rung: RungRecord, run_dir: Path) -> Iterator[Mark]:
         loss = figures.get("loss")
         yield Mark(
             rung.name, rung.parameters, rung.total_parameters, mark.multiple, mark.phase, mark.step,
-            int(trained["tokens"]),
-            float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None,
+            int(trained["tokens"]), float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None,
             _figures(figures),
         )  # fmt: skip
 
@@ -216,10 +209,8 @@ def _figures(evaluated: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in evaluated.items()
-        if name not in NOT_FIGURES
-        and not name.endswith(_TIMES)
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
+        if name not in NOT_FIGURES and not name.endswith(_TIMES)
+        and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 
 
@@ -282,12 +273,6 @@ def _status(ladder: LadderRecord, rung: RungRecord) -> dict[str, Any]:
     run = summary(read_run(path)) if is_run(path) else _NOT_STARTED
     marks = marks_of(rung, ladder.run_dirs(rung))
     return {
-        **run,
-        "name": rung.name,
-        "path": str(path),
-        "parameters": rung.parameters,
-        "total_steps": rung.total_steps,
-        "marks": len(rung.marks),
-        "marks_reached": len(marks),
-        "newest_mark": marks[-1].row() if marks else None,
+        **run, "name": rung.name, "path": str(path), "parameters": rung.parameters, "total_steps": rung.total_steps,
+        "marks": len(rung.marks), "marks_reached": len(marks), "newest_mark": marks[-1].row() if marks else None,
     }

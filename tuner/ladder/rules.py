@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
@@ -90,7 +89,8 @@ def step_plan(section: LadderSection, parameters: int, batch_tokens: int) -> Ste
     """
     tokens = section.tokens.of(parameters)
     ends = tuple(round(tokens * multiple / batch_tokens) for multiple in section.multiples)
-    decays = tuple(end - _decay_steps(section, end - start) for start, end in pairwise((0, *ends)))
+    share = section.decay.share  # of steps as schedule.kind: wsd_s counts it: a mark lies where the rate begins to fall
+    decays = tuple(end - max(1, math.ceil(share * (end - start))) for start, end in pairwise((0, *ends)))
     for multiple, start, before, end in zip(section.multiples, (0, *ends), decays, ends, strict=False):
         if not start < before < end:
             raise RecipeError(
@@ -99,9 +99,3 @@ def step_plan(section: LadderSection, parameters: int, batch_tokens: int) -> Ste
                 hint="write larger ladder.multiples, or a smaller ladder.batch_tokens",
             )
     return StepPlan(max(1, round(section.warmup_tokens.of(parameters) / batch_tokens)), ends, decays)
-
-
-def _decay_steps(section: LadderSection, steps: int) -> int:
-    """As schedule.kind: wsd_s counts them, so that a mark lies where the rate begins to fall."""
-    share: Fraction = section.decay.share
-    return max(1, math.ceil(share * steps))

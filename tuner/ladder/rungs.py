@@ -79,15 +79,15 @@ class Model:
     """Operations of one row that is one document."""
 
 
-def rungs_of(loaded: LoadedRecipe, processes: int | None = None) -> tuple[Rung, ...]:
-    """The rungs of a recipe in the order of its sizes, on at most `processes`, by default as many as the recipe says.
+def rungs_of(loaded: LoadedRecipe) -> tuple[Rung, ...]:
+    """The rungs of a recipe in the order of its sizes.
 
     Models are built without storage. Raises RecipeError for a recipe without sizes, and for rules that give a size no
     steps.
     """
     ladder = loaded.recipe.ladder
     require_sizes(ladder)
-    most = processes or most_processes(loaded.recipe)
+    most = most_processes(loaded.recipe)
     rungs = tuple(_rung(loaded, size, most) for size in ladder.sizes)
     names = [rung.name for rung in rungs]
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
@@ -184,9 +184,7 @@ def _recipe_of(
     marks: dict[str, Any] = {"marks": [f"{mark.step} steps" for mark in plan.marks(ladder.multiples, batch.tokens)]}
     marks |= {"at_start": True} if ladder.initial else {}
     lr, second = rules.peak_lr(ladder, model.parameters), rules.beta2(ladder, batch.tokens)
-    optimizer = dict(tree["optimizer"])
-    if lr is not None:
-        optimizer["lr"] = lr
+    optimizer = tree["optimizer"] | ({} if lr is None else {"lr": lr})
     if second is not None and "betas" in optimizer:
         optimizer["betas"] = [optimizer["betas"][0], second]
     tree |= {
@@ -196,18 +194,13 @@ def _recipe_of(
         "data": {**tree["data"], "max_length": row_tokens},
         "optimizer": optimizer,
         "train": {
-            **tree["train"],
-            "duration": f"{plan.total_steps} steps",
-            "global_batch_size": batch.tokens // row_tokens,
+            **tree["train"], "duration": f"{plan.total_steps} steps", "global_batch_size": batch.tokens // row_tokens,
             "micro_batch_size": batch.micro_tokens // row_tokens,
         },
         "schedule": {
-            "kind": "wsd_s",
-            "warmup": f"{plan.warmup_steps} steps",
-            "periods": [f"{steps} steps" for steps in plan.periods],
-            "peaks": rules.stepped_peaks(ladder),
-            "decay": str(ladder.decay),
-            "decay_shape": ladder.decay_shape,
+            "kind": "wsd_s", "warmup": f"{plan.warmup_steps} steps",
+            "periods": [f"{steps} steps" for steps in plan.periods], "peaks": rules.stepped_peaks(ladder),
+            "decay": str(ladder.decay), "decay_shape": ladder.decay_shape,
         },
         "eval": tree["eval"] | marks,
         "checkpoint": tree["checkpoint"] | marks,
@@ -215,8 +208,7 @@ def _recipe_of(
     }
     if recipe.parallel.processes == "auto":
         tree["parallel"] = {**tree["parallel"], "processes": batch.processes}
-    rung = load_recipe(tree)
-    return replace(rung, directory=loaded.directory)
+    return replace(load_recipe(tree), directory=loaded.directory)
 
 
 FAR = 0.1
@@ -332,8 +324,7 @@ class Proportions:
         """Keys of the config for so many heads and layers."""
         hidden = heads * self.hidden_per_head
         return {
-            "hidden_size": hidden,
-            "intermediate_size": max(1, round(hidden * self.mlp_ratio / EIGHTH)) * EIGHTH,
+            "hidden_size": hidden, "intermediate_size": max(1, round(hidden * self.mlp_ratio / EIGHTH)) * EIGHTH,
             "num_attention_heads": heads,
             **({"num_key_value_heads": heads // self.heads_per_group} if self.names_groups else {}),
             "num_hidden_layers": layers,

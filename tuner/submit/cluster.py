@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,11 +74,9 @@ class Job:
 
 def bytes_of(text: str) -> int:
     """A size of memory in bytes. Raises RecipeError for another text, and for a number without a unit."""
-    try:
+    with suppress(ValueError):
         if text.strip()[-1:].isalpha():
             return parse_bytes(text)
-    except ValueError:
-        pass
     raise RecipeError(f"--memory {text}: no size", hint="write --memory 500GiB")
 
 
@@ -131,10 +130,8 @@ def text_of(on: str, job: Job, given: Mapping[str, Any]) -> str:
     if on == "slurm":
         return script(job, given.get("sbatch", ()))
     if on == "kubernetes":
-        return manifest(
-            job, given.get("restarts", 10), given.get("jobset", False), given.get("secret", ()),
-            given.get("resource", ()),
-        )  # fmt: skip
+        own = {name: given[name] for name in ("restarts", "jobset", "secret", "resource") if name in given}
+        return manifest(job, **own)
     # Ray's own launch starts a process for each GPU: of the entry point itself it is asked for a core alone.
     ray = ["ray", "job", "submit", "--no-wait", "--entrypoint-num-cpus", "1", "--", "env", "-C", job.directory]
     processes = ["--parallel.processes", str(job.nodes * job.processes)]
@@ -175,13 +172,9 @@ def script(job: Job, options: Iterable[str] = ()) -> str:
     """
     head, body = _parts(shipped_scripts()["train.sbatch"].read_text(encoding="utf-8"))
     asked: dict[str, str | None] = {
-        "job-name": job.name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": str(job.processes),
-        "gpus-per-node": str(job.gpus) if job.gpus else None,
-        "cpus-per-task": str(job.cpus),
-        "time": _time(job.seconds),
-        "mem": None if job.memory is None else f"{job.memory >> 20}M",
+        "job-name": job.name, "nodes": str(job.nodes), "ntasks-per-node": str(job.processes),
+        "gpus-per-node": str(job.gpus) if job.gpus else None, "cpus-per-task": str(job.cpus),
+        "time": _time(job.seconds), "mem": None if job.memory is None else f"{job.memory >> 20}M",
     }
     left = {key: value for key, value in asked.items() if value is not None} | dict(map(_option, options))
     lines = []
@@ -237,21 +230,21 @@ _RESOURCE = re.compile(r"([\w./-]+)=(\d+)", re.ASCII)
 
 
 def manifest(
-    job: Job, restarts: int = 10, jobset: bool = False, secrets: Iterable[str] = (), resources: Iterable[str] = ()
+    job: Job, restarts: int = 10, jobset: bool = False, secret: Iterable[str] = (), resource: Iterable[str] = ()
 ) -> str:
     """The manifests of a job, for `kubectl apply -f -`: an Indexed Job with a Service, or a JobSet, and the script that
     each pod runs, from `templates/manifest.yaml.jinja`. Values are written as JSON, which is YAML: whatever is in them,
     nothing of it is read as YAML.
 
     Failures of machines and of links are answered by so many `restarts`; a plain Job counts those of each pod, a
-    JobSet those of all together. `secrets` are names, `resources` devices as `rdma/ib=8`. Raises RecipeError without
+    JobSet those of all together. `secret` are names, `resource` devices as `rdma/ib=8`. Raises RecipeError without
     an image, and for a resource that is none.
     """
     if job.image is None:
         raise RecipeError("Kubernetes runs images, and none is given", hint="write --image REGISTRY/tuner:cuda")
     memory = {} if job.memory is None else {"memory": f"{job.memory >> 20}Mi"}
     devices = {"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}
-    for text in resources:
+    for text in resource:
         match = _RESOURCE.fullmatch(text)
         if match is None:
             raise RecipeError(f"--resource {text}: not NAME=COUNT", hint="write --resource rdma/ib=8")
@@ -260,7 +253,7 @@ def manifest(
     made.filters["json"] = partial(json.dumps, ensure_ascii=False)
     made.filters["unexpanded"] = lambda text: text.replace("$", "$$")  # Kubernetes reads $(NAME), and $$ as a dollar
     return made.from_string(template("manifest.yaml.jinja")).render(
-        job=job, restarts=restarts, jobset=jobset, secrets=secrets, name=label(job.name), tasks=template("tasks.sh"),
+        job=job, restarts=restarts, jobset=jobset, secrets=secret, name=label(job.name), tasks=template("tasks.sh"),
         words=["tuner", "train", *job.words, "--resume", "auto"], limits=memory | devices,
         asked={"cpu": str(job.cpus * job.processes), **memory, **devices},
     )  # fmt: skip

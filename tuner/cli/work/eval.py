@@ -34,21 +34,17 @@ OF_TASKS = ("eval.tasks", "data.max_length")
 
 
 def evaluate(
-    path: Path | HubModel,
-    recipe: str | None,
-    flags: list[Override],
-    tasks: Sequence[str] | None,
-    output: str | None,
+    path: Path | HubModel, recipe: str | None, flags: list[Override], tasks: Sequence[str] | None, output: str | None,
     console: Console,
 ) -> Outcome:
     """Score a model's tasks, where some are named, or else its held-out rows."""
     rank_info = RankInfo.from_environment()
     trained = find_trained(path, console)
+    _check_flags(trained, flags)
     if not tasks:
         result = score(trained, _load(trained, recipe, flags), rank_info, console)
         _show(result, console)
         return _outcome(result)
-    _check_flags(trained, flags)
     overrides = with_tasks(flags, tasks)
     loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides, fetches=True)
     place = _place(output)
@@ -88,15 +84,13 @@ def _shown_tasks(found: TasksScore, place: Path | None, console: Console) -> Out
     return Outcome(
         "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in figures.items()),
         artifacts={"path": str(found.path), **({} if place is None else {"results": str(place)})},
-        metrics={**figures, "step": found.step, "seconds": round(found.seconds, 3)},
-        is_text=True,
+        metrics={**figures, "step": found.step, "seconds": round(found.seconds, 3)}, is_text=True,
         next=None if place is None else f"tuner compare {place} OTHER",
     )
 
 
 def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
-    """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
-    _check_flags(trained, flags)
+    """The recipe given, or the run's own."""
     if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here()):
         return load_recipe(run_recipe(trained), flags)
     return load_for_command(recipe, flags, fetches=True)
@@ -119,10 +113,8 @@ def _outcome(score: Score) -> Outcome:
     sources = {name: _figures(part) for name, part in whole.sources.items()}
     figures = _figures(whole)
     return Outcome(
-        repr(whole.loss),
-        artifacts={"path": str(score.path), "measure": score.measure, "sources": sources},
-        metrics={**figures, "step": score.step, "rows": score.rows, "seconds": round(score.seconds, 3)},
-        is_text=True,
+        repr(whole.loss), artifacts={"path": str(score.path), "measure": score.measure, "sources": sources},
+        metrics={**figures, "step": score.step, "rows": score.rows, "seconds": round(score.seconds, 3)}, is_text=True,
     )
 
 

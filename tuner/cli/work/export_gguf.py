@@ -14,12 +14,7 @@ __all__ = ["Weights", "export", "source_of"]
 
 
 def export(
-    source: GgufSource,
-    console: Console,
-    kind: str,
-    output: Path | None,
-    shard_bytes: int | None,
-    with_modelfile: bool,
+    source: GgufSource, console: Console, kind: str, output: Path | None, shard_bytes: int | None, with_modelfile: bool,
     verify: bool,
 ) -> Outcome:
     """Write, prove and publish, and say what was measured."""

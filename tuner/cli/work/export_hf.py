@@ -22,11 +22,7 @@ __all__ = ["ExportOptions", "Weights", "export"]
 
 
 def export(
-    source: Path,
-    output: Path | None,
-    step: int | Literal["newest", "best"],
-    options: ExportOptions,
-    dry_run: bool,
+    source: Path, output: Path | None, step: int | Literal["newest", "best"], options: ExportOptions, dry_run: bool,
     console: Console,
 ) -> Outcome:
     """Export a run or checkpoint, or say what would be written."""

@@ -122,14 +122,10 @@ def _row(row: object, where: str) -> object:
         return row["prompt"]
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(messages, list):
-        known = [
-            {"role": str(item.get("role")), "content": str(item.get("content"))}
-            for item in messages
-            if isinstance(item, dict)
-        ]
+        known = [{key: str(one.get(key)) for key in ("role", "content")} for one in messages if isinstance(one, dict)]
         while known and known[-1]["role"] == "assistant":
             known.pop()
-        if known and len(messages) >= len(known):
+        if known:
             return known
     raise DataError(f"{where}: expected text, or an object with prompt or messages")
 

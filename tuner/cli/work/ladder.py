@@ -49,8 +49,7 @@ def plan(
         | ({} if path is None else {"plan": str(path)}),
         metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
         warnings=[warning for one in planned for warning in one.warnings],
-        next=f"tuner ladder run {_shown(loaded)}",
-        is_text=True,
+        next=f"tuner ladder run {_shown(loaded)}", is_text=True,
     )
 
 
@@ -96,12 +95,8 @@ def benchmark(
 def _shown_figures(figures: Mapping[str, Any]) -> list[str]:
     mfu = figures.get("mfu")
     return [
-        str(figures["steps"]),
-        f"{figures['step_s']:.3g} s",
-        f"{figures['tok_per_s']:,.0f}",
-        "-" if mfu is None else f"{mfu:.1%}",
-        gib(figures["memory"]["peak_bytes"]),
-        clock(figures["estimate_s"]),
+        str(figures["steps"]), f"{figures['step_s']:.3g} s", f"{figures['tok_per_s']:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}", gib(figures["memory"]["peak_bytes"]), clock(figures["estimate_s"]),
     ]
 
 

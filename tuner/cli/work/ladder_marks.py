@@ -59,13 +59,9 @@ def status_table(found: Sequence[Mapping[str, Any]]) -> str:
 
     lines = [
         [
-            rung["name"],
-            rung["status"],
-            f"{rung['step']:,}/{rung['total_steps']:,}",
-            "-" if rung["tokens"] is None else short_count(rung["tokens"]),
-            f"{rung['marks_reached']}/{rung['marks']}",
-            *newest(rung),
-            clock(rung["seconds"]),
+            rung["name"], rung["status"], f"{rung['step']:,}/{rung['total_steps']:,}",
+            "-" if rung["tokens"] is None else short_count(rung["tokens"]), f"{rung['marks_reached']}/{rung['marks']}",
+            *newest(rung), clock(rung["seconds"]),
         ]
         for rung in found
     ]
@@ -200,8 +196,7 @@ def _show_target(found: Forecast, console: Console) -> None:
     for figure, value in found.predicted_scores.items():
         measured = found.measured_scores.get(figure)
         console.line(f"{figure} {_between(value)}" + ("" if measured is None else f" · measured {measured:.4g}"))
-    if found.checked is not None:
-        one = found.checked
+    if (one := found.checked) is not None:
         where = "inside" if is_covered(one) else "outside"
         console.line(f"measured {one.measured:.4f}: predicted {one.error:+.2%} off, {where} the interval")
 

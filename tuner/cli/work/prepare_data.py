@@ -45,11 +45,8 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
     if not info.cached:
         metrics["megabytes_per_s"] = round(info.report["bytes"] / 1e6 / max(info.seconds, 1e-9), 3)
     return Outcome(
-        str(info.path),
-        artifacts={"key": info.key, "cached": info.cached},
-        metrics=metrics,
-        warnings=list(info.warnings),
-        next=f"tuner train {recipe}" if recipe else None,
+        str(info.path), artifacts={"key": info.key, "cached": info.cached}, metrics=metrics,
+        warnings=list(info.warnings), next=f"tuner train {recipe}" if recipe else None,
     )
 
 
@@ -68,12 +65,9 @@ def _prepared_portions(spec: PrepareSpec, noun: str, console: Console, recipe: s
             console.say(noun, f"{portion.name}: {counted(documents, 'document')}, {how}")
             warnings += [f"{spec.called(portion)}: {text}" for text in info.warnings]
     return Outcome(
-        "\n".join(str(portion["path"]) for portion in portions if "path" in portion),
-        artifacts={f"{noun}s": portions},
-        metrics={f"{noun}s": len(portions), "max_length": spec.max_length},
-        warnings=warnings,
-        next=f"tuner train {recipe}" if recipe else None,
-        is_text=True,
+        "\n".join(str(portion["path"]) for portion in portions if "path" in portion), artifacts={f"{noun}s": portions},
+        metrics={f"{noun}s": len(portions), "max_length": spec.max_length}, warnings=warnings,
+        next=f"tuner train {recipe}" if recipe else None, is_text=True,
     )
 
 
@@ -114,10 +108,8 @@ def planned(spec: PrepareSpec, console: Console) -> Outcome:
     console.say("plan", f"rows of {spec.max_length:,} tokens, longer documents: {spec.too_long}")
     console.say("prepared", "already prepared" if there else "not yet prepared")
     return Outcome(
-        str(path),
-        artifacts={"cached": there},
-        metrics={"files": len(files), "bytes": size, "max_length": spec.max_length},
-        is_text=True,
+        str(path), artifacts={"cached": there},
+        metrics={"files": len(files), "bytes": size, "max_length": spec.max_length}, is_text=True,
     )
 
 

@@ -135,10 +135,7 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
 
 
 def _report(
-    loaded: LoadedRecipe,
-    options: ProfileOptions,
-    console: Console,
-    measured: Measurement | None,
+    loaded: LoadedRecipe, options: ProfileOptions, console: Console, measured: Measurement | None,
     predicted: Prediction | None,
 ) -> dict[str, str]:
     """Write the page where one is wanted; returns its files by what they are."""

@@ -86,15 +86,14 @@ def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
 def figures(recipe: Recipe, found: PlannedSchedule) -> dict[str, Any]:
     """The drawing as data: factors at indices, what happens at some, and each group's peak (null where it is auto)."""
     indices = [round(i * found.total_steps / MOST_POINTS) for i in range(MOST_POINTS + 1)]
+
+    def at(i: int) -> dict[str, Any]:
+        return {"at": i if found.known else i / PARTS, "factor": found.schedule.factor(i)}
+
     return {
         "total_steps": found.total_steps if found.known else None,
-        "curve": [
-            {"at": i if found.known else i / PARTS, "factor": found.schedule.factor(i)} for i in dict.fromkeys(indices)
-        ],
-        "points": [
-            {"at": i if found.known else i / PARTS, "factor": found.schedule.factor(i), "what": what}
-            for i, what in found.points()
-        ],
+        "curve": [at(i) for i in dict.fromkeys(indices)],
+        "points": [{**at(i), "what": what} for i, what in found.points()],
         "peaks": dict(peaks(recipe)),
     }
 

@@ -119,7 +119,7 @@ def talk(generator: Answerer, sampling: Sampling, system: str | None, stdout: in
     if live:
         held.note("Ctrl-C stops an answer, /quit ends, /reset forgets, /help lists")
     with _ctrl_c_stops_an_answer() if live else nullcontext():
-        held.hold(_typed() if live else _piped())
+        held.hold(_typed() if live else (line.strip() for line in sys.stdin if line.strip()))
     if stdout is not None:
         raise SystemExit(0)  # everything that stdout is to carry is there already
     text = "\n".join(message["content"] for message in held.messages if message["role"] == "assistant")
@@ -153,12 +153,6 @@ def _typed() -> Iterator[str]:
             continue
         if line:
             yield line
-
-
-def _piped() -> Iterator[str]:
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
 
 
 @contextmanager
