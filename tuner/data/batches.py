@@ -98,28 +98,22 @@ def collate(rows: Sequence[Row]) -> Batch:
     targets[ends - 1] = IGNORED
     position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(ends - lengths, lengths)
     return Batch(
-        input_ids=input_ids,
-        targets=targets,
-        position_ids=position_ids,
-        lengths=tuple(int(length) for length in lengths),
+        input_ids, targets, position_ids, tuple(lengths.tolist()),
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=np.concatenate([row.documents for row in rows]),
         columns=_columns(rows),
         of_trained={name: np.concatenate([row.of_trained[name] for row in rows]) for name in rows[0].of_trained},
-    )
+    )  # fmt: skip
 
 
 def without_targets(batch: Batch) -> Batch:
     """Return the batch with every target -100: it takes part in the collectives and adds nothing to the loss."""
     none = np.empty(0, dtype=np.int64)
     return replace(
-        batch,
-        targets=np.full_like(batch.targets, IGNORED),
-        trained_positions=none,
-        documents=none,
+        batch, targets=np.full_like(batch.targets, IGNORED), trained_positions=none, documents=none,
         columns={name: values[:0] for name, values in batch.columns.items()},
         of_trained={name: values[:0] for name, values in batch.of_trained.items()},
-    )
+    )  # fmt: skip
 
 
 def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
@@ -127,31 +121,25 @@ def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
     lengths = np.array(batch.lengths, dtype=np.int64)
     tokens = np.repeat(chosen, lengths)
     targets, kept = batch.targets[tokens], chosen[batch.document_of_trained]
-    return replace(
-        batch,
-        input_ids=batch.input_ids[tokens],
-        targets=targets,
-        position_ids=batch.position_ids[tokens],
-        lengths=tuple(lengths[chosen].tolist()),
+    return Batch(
+        batch.input_ids[tokens], targets, batch.position_ids[tokens], tuple(lengths[chosen].tolist()),
         trained_positions=np.flatnonzero(targets != IGNORED).astype(np.int64, copy=False),
         documents=batch.documents[chosen],
         columns={name: values[chosen] for name, values in batch.columns.items()},
         of_trained={name: values[kept] for name, values in batch.of_trained.items()},
-    )
+    )  # fmt: skip
 
 
 def step_of(micro: Sequence[Batch], mismatched: bool = False) -> StepBatches:
     """Batches as a step of their own, with the counts of all of them; they stand for ``mismatched`` ones as well."""
     return StepBatches(
-        row_ids=np.empty(0, np.int64),
-        trained_count=sum(len(batch.trained_positions) for batch in micro),
-        tokens=sum(len(batch.input_ids) for batch in micro),
-        micro=list(micro),
+        np.empty(0, np.int64), sum(len(batch.trained_positions) for batch in micro),
+        tokens=sum(len(batch.input_ids) for batch in micro), micro=list(micro),
         trained_per_document=np.concatenate([batch.trained_per_document for batch in micro]),
         documents=sum(len(batch.documents) for batch in micro),
         columns={name: np.concatenate([batch.columns[name] for batch in micro]) for name in micro[0].columns},
         mismatched=list(micro) if mismatched else [],
-    )
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -185,7 +173,9 @@ class GlobalBatches:
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.micro_batch_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError("batch sizes must be at least 1 and the rank below the world size")
-        self._n_rows = len(self.rows) if self.max_rows is None else min(self.max_rows, len(self.rows))
+    @property
+    def _n_rows(self) -> int:
+        return len(self.rows) if self.max_rows is None else min(self.max_rows, len(self.rows))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -195,12 +185,10 @@ class GlobalBatches:
     def go_over(self, rows: PackedRows, portion: int) -> None:
         """Take the rows of another portion from now on; its first step is step 0. No step may be under way."""
         self.rows, self.portion, self._epoch_order = rows, portion, None
-        self._n_rows = len(rows) if self.max_rows is None else min(self.max_rows, len(rows))
 
     def row_ids(self, i: int) -> npt.NDArray[np.int64]:
         """Return the rows of step i (from 0), in the order of the global batch."""
-        sizes = self.sizes or BatchSizes(self.global_batch_size)
-        epoch, start, size = sizes.place(i, self._n_rows)
+        epoch, start, size = (self.sizes or BatchSizes(self.global_batch_size)).place(i, self._n_rows)
         epoch |= self.portion << 32
         if self.rows.is_large:
             positions = np.arange(start, min(start + size, self._n_rows), dtype=np.int64)
@@ -216,15 +204,14 @@ class GlobalBatches:
         self.rows.fetch(row_id for step in (i, i + 1) for ids in self._shares(step)[2] for row_id in ids.tolist())
         every = [self.rows.row(int(row_id)) for row_id in row_ids] if self.by_document else []
         return StepBatches(
-            row_ids=row_ids,
-            trained_count=int(self.rows.trained_per_row[row_ids].sum()),
+            row_ids, int(self.rows.trained_per_row[row_ids].sum()),
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(ids, filler=cheapest) for ids in own],
             trained_per_document=step_of([collate([row]) for row in every]).trained_per_document if every else None,
             documents=int(self.rows.documents_per_row[row_ids].sum()),
             columns=_columns(every),
             mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
-        )
+        )  # fmt: skip
 
     def _shares(self, i: int) -> tuple[npt.NDArray[np.int64], int, list[npt.NDArray[np.int64]]]:
         """The rows of step i, the cheapest of them, and those of each of this rank's micro-batches."""
@@ -252,8 +239,12 @@ def row_order(seed: int, epoch: int, n_rows: int, shuffle: bool) -> npt.NDArray[
     """
     if not shuffle:
         return np.arange(n_rows, dtype=np.int64)
-    words = np.random.Philox(key=np.array([seed & _MASK64, epoch], dtype=np.uint64)).random_raw(n_rows)
-    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+    return np.argsort(random_words(seed, epoch, n_rows), kind="stable").astype(np.int64, copy=False)
+
+
+def random_words(seed: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
+    """uint64[count]: raw Philox words, of each seed and stream others; numpy promises them for ever."""
+    return np.random.Philox(key=np.array([seed & _MASK64, stream], dtype=np.uint64)).random_raw(count)
 
 
 def row_costs(tokens: npt.NDArray[np.int64], squares: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -331,7 +322,7 @@ def mixed_rows(seed: int, epoch: int, n_rows: int, positions: npt.NDArray[np.int
     """
     half = np.uint64(max(1, ((n_rows - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = np.random.Philox(key=np.array([seed & _MASK64, epoch], dtype=np.uint64)).random_raw(8)
+    keys = random_words(seed, epoch, 8)
     rows = positions.astype(np.uint64)
     beyond = np.arange(len(rows))
     while len(beyond):

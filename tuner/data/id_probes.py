@@ -35,8 +35,7 @@ class IdProbe:
 
 def text_probes(tokenizer: TextTokenizer) -> Iterator[IdProbe]:
     """Yield a probe of each adversarial text."""
-    for text in adversarial_texts(tokenizer):
-        yield id_probe(text, tokenizer)
+    return (id_probe(text, tokenizer) for text in adversarial_texts(tokenizer))
 
 
 def write_probes(path: Path, probes: Iterable[IdProbe]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat, takewhile
 from math import prod
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,8 @@ class Sample:
     """Records drawn evenly from all that are offered, whatever their number: the same ones each time."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Learned, RawRecord, SourceFile, int]] = []
+        self.kept: list[tuple[Learned, RawRecord, SourceFile, int]] = []
+        """Each as it was offered."""
         self._cost = 0
         self._share = 1.0
         self._drawn = random.Random(0)
@@ -89,41 +91,31 @@ class Sample:
         """Maybe keep a record; `before` are the lines of the file before its block."""
         if self._share < 1 and self._drawn.random() >= self._share:
             return
-        self._kept.append((example, record, file, before))
+        self.kept.append((example, record, file, before))
         self._cost += _cost(example, record)
-        while self._cost > 2 * SAMPLE_COST and len(self._kept) > 1:
-            self._halve()
+        self.cut_to(2 * SAMPLE_COST)
 
-    def end(self) -> None:
-        """All have been offered: keep no more than are to be encoded."""
-        while self._cost > SAMPLE_COST and len(self._kept) > 1:
-            self._halve()
-
-    def _halve(self) -> None:
-        self._share /= 2
-        self.is_all = False
-        kept = [one for one in self._kept if self._drawn.random() < 0.5]
-        self._kept = kept or self._kept[:1]
-        self._cost = sum(_cost(example, record) for example, record, *_ in self._kept)
+    def cut_to(self, most: int) -> None:
+        """Keep half of them, and half of these, until they cost no more."""
+        while self._cost > most and len(self.kept) > 1:
+            self._share /= 2
+            self.is_all = False
+            self.kept = [one for one in self.kept if self._drawn.random() < 0.5] or self.kept[:1]
+            self._cost = sum(_cost(example, record) for example, record, *_ in self.kept)
 
     @property
     def examples(self) -> list[Learned]:
         """The examples, in the order of their rows."""
-        return [example for example, *_ in self._kept]
-
-    @property
-    def sources(self) -> list[tuple[SourceFile, RawRecord]]:
-        """The file and the record of each."""
-        return [(file, record) for _, record, file, _ in self._kept]
+        return [example for example, *_ in self.kept]
 
     @property
     def repeats(self) -> bool:
         """Whether most are the same as another one."""
-        return len({record.raw for _, record, *_ in self._kept}) < len(self._kept) / 2
+        return len({record.raw for _, record, *_ in self.kept}) < len(self.kept) / 2
 
     def place(self, number: int, problem: RecordProblem) -> str:
         """Where an example is and what is wrong with it."""
-        _, record, file, before = self._kept[number]
+        _, record, file, before = self.kept[number]
         return described(file, before, record, problem)
 
 
@@ -138,8 +130,7 @@ def described(file: SourceFile, before: int, record: RawRecord, problem: RecordP
     return f"{file.name}:{before + bad.line}:{bad.col}: {f'{bad.where}: ' if bad.where else ''}{bad.reason}"
 
 
-@dataclass(frozen=True)
-class EncodedSample:
+class EncodedSample(NamedTuple):
     """What examples are as documents, or pairs of them."""
 
     lengths: npt.NDArray[np.int64]
@@ -169,8 +160,7 @@ def encoded_of(tokenizer: TextTokenizer, examples: Sequence[Learned], kind: Exam
     return EncodedSample(lengths[learned], longest, nothing, batch.problems, batch.notes)
 
 
-@dataclass(frozen=True)
-class Templated:
+class Templated(NamedTuple):
     """A tokenizer with the chat template that suits rows."""
 
     tokenizer: TextTokenizer | None
@@ -183,10 +173,8 @@ class Templated:
 
 def template_for(own: TextTokenizer, examples: Sequence[Learned], kind: ExampleKind, chats: bool) -> Templated:
     """The model's own template where it writes what the examples have; else the first that does."""
-    if not chats:
-        return Templated(own, "", "")
-    lost = _lost(own, examples, kind) if own.has_template else ""
-    if own.has_template and not lost:
+    lost = _lost(own, examples, kind) if chats and own.has_template else ""
+    if not chats or (own.has_template and not lost):
         return Templated(own, "", "")
     named = {name: _with_template(own, name) for name in TEMPLATES}
     whole = next((name for name, tokenizer in named.items() if _lost(tokenizer, examples, kind) == ""), None)
@@ -268,32 +256,20 @@ def look(model: str, source: DataSource, progress: Callable[[str], None] = lambd
     rows = _packed_rows(lengths, max_length, pretrain, truncates) * times
     epochs = FEW_ROWS_EPOCHS if not pretrain and rows < FEW_STEPS * USUAL_BATCH else 1
     return Look(
-        form=" and ".join(form for form, _ in read.forms.most_common()),
-        rows=round(read.records * times),
-        is_all=read.is_all,
-        kind=kind,
-        columns=dict(source.columns),
-        format=source.format,
+        form=" and ".join(form for form, _ in read.forms.most_common()), rows=round(read.records * times),
+        is_all=read.is_all, kind=kind, columns=dict(source.columns), format=source.format,
         unused=_unused(first, reading),
         bad=read.bad + round(len(unread) / share),
         first_bad=read.first_bad or next((read.sample.place(i, problem) for i, problem in unread.items()), ""),
         are_bad_counted=read.is_all and (share == 1 or not unread),
         nothing_learned=0 if encoded is None else round(encoded.nothing_learned / share),
-        repeats=read.sample.repeats,
-        template=chosen.name,
-        why_template=chosen.why,
-        by_tokenizer=encoded is not None,
-        is_counted=encoded is not None and share == 1 and read.is_all,
-        longest=int(lengths.max()),
-        longer=round(int(longer.sum()) * times),
-        longer_tokens=float(lengths[longer].sum() / lengths.sum()),
-        truncates=truncates,
-        max_length=max_length,
-        packed_rows=max(round(rows), 1),
-        epochs=epochs,
+        repeats=read.sample.repeats, template=chosen.name, why_template=chosen.why, by_tokenizer=encoded is not None,
+        is_counted=encoded is not None and share == 1 and read.is_all, longest=int(lengths.max()),
+        longer=round(int(longer.sum()) * times), longer_tokens=float(lengths[longer].sum() / lengths.sum()),
+        truncates=truncates, max_length=max_length, packed_rows=max(round(rows), 1), epochs=epochs,
         global_batch_size=next((size for size in BATCHES if rows * epochs / size >= FEW_STEPS), 1),
         parameters=_parameters(model),
-    )
+    )  # fmt: skip
 
 
 def _parameters(model: str) -> int | None:
@@ -341,8 +317,8 @@ def _read(
             read.size += block.size
             before += lines_in(block)
             progress(f"{read.records:,} rows")
-    read.sample.end()
-    for file, record in read.sample.sources:
+    read.sample.cut_to(SAMPLE_COST)
+    for _, record, file, _ in read.sample.kept:
         form = file.format if file.format != "auto" else form_of(record.value or {}, columns)
         read.forms[_FORMS.get(kind, form or "text")] += 1
     return read
@@ -404,8 +380,7 @@ def _max_length(lengths: npt.NDArray[np.int64], times: float, pretrain: bool, po
     choices = _row_lengths(positions or max(DOUBLED_TO, int(lengths.max()) + STEP))
     if np.mean(lengths > choices[-1]) > FEWEST_WHOLE:
         return choices[-1]
-    total = lengths.sum()
-    allowed = max(CUT * total, lengths[lengths > choices[-1]].sum())
+    allowed = max(CUT * lengths.sum(), lengths[lengths > choices[-1]].sum())
     return next(length for length in choices if lengths[lengths > length].sum() <= allowed)
 
 

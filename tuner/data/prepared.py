@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jsonlines
 import numpy as np
@@ -65,8 +65,7 @@ _Tokens = tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]
 """Token ids in their file's unsigned type, and whether each is trained."""
 
 
-@dataclass(frozen=True)
-class PreparedSample:
+class PreparedSample(NamedTuple):
     """A held-out prompt with the answer that the data gives."""
 
     prompt_ids: list[int]
@@ -111,8 +110,7 @@ class PreparedDocuments:
     @cached_property
     def prompt_tokens(self) -> npt.NDArray[np.int64]:
         """int64[documents]: tokens before the answer; 0 where there is none."""
-        chunks = [view(chunk) for chunk in self._table.column("prompt_tokens").chunks]
-        return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64)
+        return _numbers(self._table.column("prompt_tokens"), np.int64)
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """What is known of each document besides its tokens, [documents] each.
@@ -124,8 +122,7 @@ class PreparedDocuments:
             flags = [Flags(chunk).read(0, len(chunk)) for chunk in self._table.column("label").chunks]
             found["label"] = np.concatenate([np.empty(0, dtype=np.bool_), *flags])
         if "margin" in self._table.schema.names:
-            margins = [view(chunk) for chunk in self._table.column("margin").chunks]
-            values = np.concatenate([np.empty(0, dtype=np.float32), *margins])
+            values = _numbers(self._table.column("margin"), np.float32)
             unknown = np.isnan(values)
             if not unknown.all():
                 found["margin"] = np.where(unknown, np.float32(0), values)
@@ -276,8 +273,7 @@ class PackedRows:
     def _counts(self, name: str) -> npt.NDArray[np.int64]:
         if self.mapped is not None:
             return self.mapped[:, COUNTS.index(name)]
-        chunks = [view(chunk) for chunk in self.table.column(name).chunks]
-        return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64, casting="unsafe")
+        return _numbers(self.table.column(name), np.int64)
 
 
 def _row(parts: Sequence[_Tokens], documents: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> Row:
@@ -320,15 +316,9 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
         has_eval = "eval.rows.arrow" in manifest["files"]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path / 'manifest.json'}: {error!r} in the manifest") from error
-    return PreparedData(
-        path=path,
-        key=key,
-        manifest=manifest,
-        train=_open_rows(path, "train", max_length, manifest["files"]),
-        eval=_open_rows(path, "eval", max_length, manifest["files"]) if has_eval else None,
-        samples=_read_samples(path / "samples.jsonl"),
-        eval_documents=eval_documents,
-    )
+    train = _open_rows(path, "train", max_length, manifest["files"])
+    held_out = _open_rows(path, "eval", max_length, manifest["files"]) if has_eval else None
+    return PreparedData(path, key, manifest, train, held_out, _read_samples(path / "samples.jsonl"), eval_documents)
 
 
 def open_stream(path: Path) -> pa.Table:
@@ -392,17 +382,21 @@ def _open_rows(path: Path, split: str, max_length: int, files: Mapping[str, Any]
         partners = open_stream(path / f"{split}.partners.arrow")
         if not partners.schema.equals(PARTNERS_SCHEMA) or partners.num_rows != len(documents):
             raise DataError(f"{path / f'{split}.partners.arrow'}: not the partners of these documents")
-        chunks = [view(chunk) for chunk in partners.column("partner").chunks]
-        columns["partner"] = np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64)
-    counts = None
-    if (counted := row_counts(path / f"{split}.rows.arrow")).name in files:
-        counts = np.asarray(np.memmap(counted, "<i8", "r", shape=(rows.num_rows, len(COUNTS))))
+        columns["partner"] = _numbers(partners.column("partner"), np.int64)
+    counted, shape = row_counts(path / f"{split}.rows.arrow"), (rows.num_rows, len(COUNTS))
+    counts = np.asarray(np.memmap(counted, "<i8", "r", shape=shape)) if counted.name in files else None
     return PackedRows(documents, rows, max_length, columns, mapped=counts)
 
 
 def view(array: pa.Array) -> npt.NDArray[Any]:
     """A numpy view of an array of numbers without nulls. (`to_numpy` would import pandas: 40 MB and 0.2 s.)"""
     return np.from_dlpack(array)
+
+
+def _numbers(column: pa.ChunkedArray, dtype: type[np.number[Any]]) -> npt.NDArray[Any]:
+    """A column of numbers without nulls, copied as numbers of this type."""
+    chunks = [view(chunk) for chunk in column.chunks]
+    return np.concatenate([np.empty(0, dtype=dtype), *chunks], dtype=dtype, casting="unsafe")
 
 
 def arrow(values: npt.NDArray[Any]) -> pa.Array:

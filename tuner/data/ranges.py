@@ -8,9 +8,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-def offsets_of(lengths: npt.NDArray[np.integer]) -> Ints:
-    """int64[n + 1]: the sums of the first 0, 1, ... lengths."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+def offsets_of(lengths: npt.NDArray[np.integer | np.bool_], dtype: type[np.integer] = np.int64) -> npt.NDArray[Any]:
+    """dtype[n + 1]: the sums of the first 0, 1, ... lengths."""
+    offsets = np.zeros(len(lengths) + 1, dtype=dtype)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,23 +83,16 @@ class SourceFile:
 
     def size(self) -> int:
         """Bytes on disk. DataError."""
-        try:
+        with source_errors(self):
             return sum(path.stat().st_size for path in self.paths)
-        except OSError as error:
-            raise file_error(self, error) from error
 
     def identity(self) -> list[Any]:
         """What decides the records, as JSON values: how it is read, its share, and a digest of its bytes. DataError.
 
         Names and places of files do not count.
         """
-        digest = hashlib.sha256()
-        for path in self.paths:
-            try:
-                own = content_digest(path)
-            except OSError as error:
-                raise file_error(self, error) from error
-            digest.update(own)
+        with source_errors(self):
+            digest = hashlib.sha256(b"".join(map(content_digest, self.paths)))
         shared = self.weight != 1 or self.count is not None
         return [
             self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
@@ -134,9 +128,13 @@ def _piece_digest(descriptor: int, start: int) -> bytes:
     return digest.digest()
 
 
-def file_error(file: SourceFile, error: OSError) -> DataError:
-    """The error for a file that cannot be read."""
-    return DataError(f"{file.name}: {error.strerror or error}")
+@contextmanager
+def source_errors(file: SourceFile) -> Iterator[None]:
+    """Have an OSError within raised as the DataError for a file that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file.name}: {error.strerror or error}") from error
 
 
 def expand(sources: Sequence[DataSource], cache: Path | None = None) -> list[SourceFile]:
@@ -179,10 +177,8 @@ def _expand(source: DataSource, index: int, cache: Path | None) -> list[SourceFi
         return [_file(path, source, index, str(path))]
     if (cut := local_slice(source.path)) is not None:
         return [_part(_file(cut[0], source, index, str(cut[0])), cut[1], source.path)]
-    found = []
-    if glob.has_magic(str(path)):
-        found = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
-    if found:
+    names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+    if found := [name for name in names if Path(name).is_file()]:
         return [_file(Path(name), source, index, name) for name in found]
     split = _WITH_SPLIT.fullmatch(source.path)
     if split is not None:
@@ -237,12 +233,9 @@ def _walk(directory: Path) -> Iterator[str]:
 def _kind_of(path: Path) -> tuple[Kind, Compression] | None:
     suffix = path.suffix.lower()
     compression: Compression = _COMPRESSIONS.get(suffix, "")
-    kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
-    if _index_of(path) is not None:
-        kind = "ids"
-    if kind is None or (compression and kind in {"parquet", "arrow", "ids"}):
-        return None
-    return kind, compression
+    by_name = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
+    kind: Kind | None = by_name if _index_of(path) is None else "ids"
+    return None if kind is None or (compression and kind in {"parquet", "arrow", "ids"}) else (kind, compression)
 
 
 def _index_of(path: Path) -> Path | None:

@@ -56,8 +56,7 @@ class Giver:
     def facts(self) -> dict[str, Any]:
         """What a checkpoint notes of what was given: of each entry its source, how many tensors, and their hash."""
         entries = [_facts(one, self._hashes) for one in self.plan.entries]
-        frozen = sum(not gift.place.trained for gift in self.plan.gifts)
-        return {"entries": entries, "frozen": frozen}
+        return {"entries": entries, "frozen": sum(not gift.place.trained for gift in self.plan.gifts)}
 
     @torch.no_grad()
     def value(self, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,8 +91,7 @@ class Giver:
         facts = self.plan.source(gift.entry).adapter
         assert facts is not None
         a, b, *length = (self._read(gift.entry, name).float() for name in gift.names)
-        layer = gift.place.name.removesuffix(".weight")
-        transposed = layer in self.plan.target.transposed
+        transposed = gift.place.name.removesuffix(".weight") in self.plan.target.transposed
         return LowRank(a, b, facts.scale(len(a)), length[0].flatten() if length else None, transposed)
 
     def _read(self, entry: int, name: str) -> torch.Tensor:

@@ -3,13 +3,14 @@ unclear about it, and the globs and names by which that is said.
 """
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ How = Literal["whole", "rows", "assembled", "merged"]
 SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Unclear:
+class Unclear(NamedTuple):
     """Why an entry is refused: the key to blame, what is wrong, and what to write."""
 
     key: str
@@ -33,8 +33,7 @@ class Unclear:
     hint: str | None = None
 
 
-@dataclass(frozen=True)
-class Gift:
+class Gift(NamedTuple):
     """What a place gets: a tensor, the first rows of it, one made of several, or what an adapter adds to it.
 
     ``names`` are the tensors in the source; of an adapter A, B and, with DoRA, the lengths.
@@ -69,8 +68,7 @@ class Matched:
         self.problems.append(Unclear(f"{KEY}.{self.number}" + (f".{key}" if key else ""), message, hint))
 
 
-@dataclass(frozen=True)
-class InitPlan:
+class InitPlan(NamedTuple):
     """What a model is given before its first step: every entry's gifts, of which later ones win."""
 
     target: InitTarget
@@ -262,17 +260,13 @@ def _give_assembled(one: Matched, target: InitTarget, groups: Mapping[str, Mappi
             )
             continue
         sources = [parts[part] for part in entry.targets]
-        wrong = [
-            (parts[part], shape)
-            for part, shape in entry.targets.items()
-            if one.source.tensors[parts[part]].shape != shape
-        ]
-        for source, shape in wrong[:1]:
-            one.refuse(
-                f"{source} of {one.source.path} is {list(one.source.tensors[source].shape)}, {list(shape)} is wanted",
-                f"leave it out: exclude: [{source}]",
-            )
-        if not wrong and all(takes(one, target, place, part, one.source.tensors[part]) for part in sources):
+        shapes = [one.source.tensors[name].shape for name in sources]
+        wrong = [each for each in zip(sources, shapes, entry.targets.values(), strict=True) if each[1] != each[2]]
+        if wrong:
+            source, shape, wanted = wrong[0]
+            what = f"{source} of {one.source.path} is {list(shape)}, {list(wanted)} is wanted"
+            one.refuse(what, f"leave it out: exclude: [{source}]")
+        elif all(takes(one, target, place, part, one.source.tensors[part]) for part in sources):
             one.gifts.append(Gift(one.number, place, "assembled", tuple(sources)))
 
 
@@ -281,13 +275,12 @@ def _without_place(one: Matched, target: InitTarget, homeless: Sequence[tuple[st
     one.unexpected = [name for name, _ in homeless]
     if not homeless or not one.entry.strict:
         return
-    first = [pair for pair in homeless if pair[1] == homeless[0][1]][0]
-    known = [*target.places, *target.twins, *target.files]
-    near = nearest(first[1], known)
-    would = f" (there {first[0]})" if first[0] != first[1] else ""
+    name, new = homeless[0]
+    near = nearest(new, [*target.places, *target.twins, *target.files])
+    would = f" (there {name})" if name != new else ""
     more = f", and {len(homeless) - 1} more of its tensors have none" if len(homeless) > 1 else ""
     one.refuse(
-        f"{first[1]}{would} of {one.source.path} has no place in this model{more}",
+        f"{new}{would} of {one.source.path} has no place in this model{more}",
         (f"the nearest here are {', '.join(near)}: rename it" if near else "rename it")
         + ", leave it out with exclude, or write strict: false",
     )
@@ -439,12 +432,9 @@ def is_renamed(name: str, pattern: str) -> bool:
 @cache
 def _expression(pattern: str) -> str:
     """A glob as a regular expression with a group for each wildcard."""
-    ends = [(found.start(), found.end()) for found in WILDCARD.finditer(pattern)]
-    parts, last = [], 0
-    for start, end in ends:
-        parts += [re.escape(pattern[last:start]), "(.*)" if end - start > 1 else r"([^.]*)"]
-        last = end
-    return "".join([*parts, re.escape(pattern[last:])])
+    pieces = re.split(f"({WILDCARD.pattern})", pattern)
+    groups = {"**": "(.*)", "*": r"([^.]*)"}
+    return "".join(groups.get(piece) or re.escape(piece) for piece in pieces)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -452,8 +442,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
     Up to three more follow where they are as like as the third: `_proj` may stand for that of q, k, v and o.
     """
-    names = list(dict.fromkeys(known))
-    found = difflib.get_close_matches(name, names, 2 * NEAREST, 0.5)
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), 2 * NEAREST, 0.5)
     likeness = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
     return [one for one, like in zip(found, likeness, strict=True) if like >= likeness[:NEAREST][-1]]
 
@@ -468,10 +457,7 @@ def brief(names: Sequence[str]) -> list[str]:
 
 def _written(template: str, numbers: Sequence[tuple[int, ...]]) -> str:
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    count = 1
-    for column in columns:
-        count *= len(column)
-    if count != len(set(numbers)):  # not every combination is there
+    if math.prod(map(len, columns)) != len(set(numbers)):  # not every combination is there
         return f"{template.replace('{}', '*')} ({len(numbers)} of them)"
     for column in columns:
         template = template.replace("{}", _range(column), 1)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,8 +40,7 @@ _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 """Beginnings of adapters that move a part of the base's weights into themselves."""
 
 
-@dataclass(frozen=True)
-class SourceTensor:
+class SourceTensor(NamedTuple):
     """A tensor that a source holds: shape, type (None for one that weights do not have), and what reads it."""
 
     shape: tuple[int, ...]
@@ -51,8 +50,7 @@ class SourceTensor:
     """Its type by the format's name."""
 
 
-@dataclass(frozen=True)
-class AdapterFacts:
+class AdapterFacts(NamedTuple):
     """What makes numbers of an adapter's tensors: the weight gets ``alpha`` / r, or / sqrt(r), times B·A."""
 
     alpha: float

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -19,8 +19,7 @@ OF_ADAPTER = (LORA_A, LORA_B, MAGNITUDE, NEW_ROWS)
 """The ends of names that the model gets only when it is made trainable."""
 
 
-@dataclass(frozen=True)
-class TargetTensor:
+class TargetTensor(NamedTuple):
     """A parameter, or a buffer that files hold: its name without an adapter, its shape, and whether it is trained."""
 
     name: str

@@ -30,8 +30,7 @@ def last_step(checkpoints: Path, record: Mapping[str, Any] | None) -> int | None
         return _step(newest["saved_step"])
     if newest.get("status") in ("finished", "stopped"):  # a record of a version that did not note it
         return _step(newest.get("step"))
-    there = step_dirs(checkpoints)
-    known = [there[0][0]] if there else []
+    known = [step for step, _ in step_dirs(checkpoints)[:1]]
     began = _step(newest.get("from_step"))
     from_another_run = bool(launches) and launches[0].get("began_from") and began == launches[0].get("from_step")
     if began and not from_another_run:
@@ -55,9 +54,7 @@ def last_problem(checkpoints: Path, record: Mapping[str, Any] | None) -> str | N
     if step is None:
         return None
     path = dict(step_dirs(checkpoints)).get(step)
-    if path is None:
-        return gone(checkpoints, step)
-    return problem_of(path)
+    return gone(checkpoints, step) if path is None else problem_of(path)
 
 
 def last_state(checkpoints: Path, record: Mapping[str, Any] | None) -> dict[str, Any]:

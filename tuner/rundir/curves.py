@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuner.config.yaml import flow
 from tuner.errors import RecipeError
@@ -111,12 +111,9 @@ def thinned(points: Points, most: int) -> Points:
     bounds = [round(i * count / most) for i in range(most + 1)]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         values = [value for value in points.value[start:stop] if value is not None]
-        for target, places in (
-            (fewer.step, points.step),
-            (fewer.tokens, points.tokens),
-            (fewer.seconds, points.seconds),
-        ):
-            target.append(places[stop - 1])
+        fewer.step.append(points.step[stop - 1])
+        fewer.tokens.append(points.tokens[stop - 1])
+        fewer.seconds.append(points.seconds[stop - 1])
         fewer.value.append(math.fsum(values) / len(values) if values else None)
         fewer.low.append(min(values, default=None))
         fewer.high.append(max(values, default=None))
@@ -164,8 +161,7 @@ Span = tuple[str, int | None]
 """Text, and the run whose colour it has."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Cells of a plot, and the values at its edges."""
 
     columns: int

@@ -118,10 +118,7 @@ class RunDir:
         return None
 
     def begin(
-        self,
-        record: dict[str, Any] | None,
-        launch_facts: Mapping[str, Any],
-        work_dirs: Sequence[Path],
+        self, record: dict[str, Any] | None, launch_facts: Mapping[str, Any], work_dirs: Sequence[Path],
         changed: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write down the start of a launch, and what it changed in the record itself; returns the record.
@@ -132,16 +129,9 @@ class RunDir:
         record = record or {"schema": SCHEMA, "status": "running", "run_id": os.urandom(8).hex(), "launches": []}
         record |= {"status": "running", **(changed or {})}
         record.pop("metrics", None)
-        record["launches"].append(
-            {
-                "started": utc_now(),
-                "command": command_line(),
-                "environment": environment(),
-                "versions": versions(),
-                "git": self._keep_source(work_dirs, len(record["launches"]) + 1),
-                **launch_facts,
-            }
-        )
+        facts = {"started": utc_now(), "command": command_line(), "environment": environment(), "versions": versions()}
+        git = self._keep_source(work_dirs, len(record["launches"]) + 1)
+        record["launches"].append({**facts, "git": git, **launch_facts})
         write_json(self.record, record)
         return record
 

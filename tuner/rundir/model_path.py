@@ -5,7 +5,7 @@ what `model.name_or_path` cannot be, though it is a directory with weights.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tuner.checkpoint.manifest import STEP, step_dirs, step_name
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
@@ -37,16 +37,14 @@ class RunCheckpoint:
         return self.checkpoint.path
 
 
-@dataclass(frozen=True)
-class HfDirectory:
+class HfDirectory(NamedTuple):
     """A Hugging Face directory, of a whole model or of an adapter alone."""
 
     path: Path
     is_adapter: bool
 
 
-@dataclass(frozen=True)
-class HubModel:
+class HubModel(NamedTuple):
     """A whole model by its name on the hub, such as `owner/name`, in the hub's cache or to be fetched."""
 
     name: str
@@ -108,10 +106,8 @@ def find_checkpoint(path: Path, warn: Warn, shards: bool = True, which: Which = 
             raise DataError(gone(path / CHECKPOINTS, which), hint=f"there are: {names}")
         return RunCheckpoint(path, _open(there[which], shards))
     last = _last(path, warn, shards)
-    if which == "best":
-        best = _best_step(last)
-        return RunCheckpoint(path, last if best == last.step else _open(path / CHECKPOINTS / step_name(best), shards))
-    return RunCheckpoint(path, last)
+    step = _best_step(last) if which == "best" else last.step
+    return RunCheckpoint(path, last if step == last.step else _open(path / CHECKPOINTS / step_name(step), shards))
 
 
 def with_remedies(error: DataError, path: Path) -> DataError:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.eval_tasks import EvalTask
@@ -103,10 +103,7 @@ class Run:
 
     def lines(self) -> Iterator[Line]:
         """The lines of metrics.jsonl in order; a last one that was cut short is left out. Raises DataError."""
-        for raw in self._raw_lines():
-            line = _parsed(raw)
-            if line is not None:
-                yield line
+        return (line for raw in self._raw_lines() if (line := _parsed(raw)) is not None)
 
     @cached_property
     def latest(self) -> Latest:
@@ -139,9 +136,8 @@ class Run:
     def step(self) -> int:
         """Optimizer steps done, as far as they were written."""
         line = self.latest.step
-        return (
-            int(line["step"]) if line is not None else max((int(x.get("step") or 0) for x in self.launches), default=0)
-        )
+        noted = (launch.get("step") for launch in self.launches) if line is None else (line["step"],)
+        return max((int(step or 0) for step in noted), default=0)
 
     @property
     def total_steps(self) -> int | None:
@@ -180,8 +176,7 @@ class Run:
             yield from file
 
 
-@dataclass(frozen=True)
-class Latest:
+class Latest(NamedTuple):
     """The newest line of a step, and every line of an evaluation."""
 
     step: Line | None
@@ -293,25 +288,15 @@ def summary(run: Run) -> dict[str, Any]:
     """
     step, evaluations, best = run.latest.step or {}, run.latest.evaluations, run.latest.best
     return {
-        "name": run.name,
-        "path": str(run.path),
-        "run_id": run.record.get("run_id"),
-        "status": run.status,
-        "damage": run.damage,
-        "step": run.step,
-        "total_steps": run.total_steps,
-        "tokens": step.get("tokens"),
-        "loss": step.get("loss"),
+        "name": run.name, "path": str(run.path), "run_id": run.record.get("run_id"),
+        "status": run.status, "damage": run.damage,
+        "step": run.step, "total_steps": run.total_steps, "tokens": step.get("tokens"), "loss": step.get("loss"),
         "eval_loss": evaluations[-1].get("loss") if evaluations else None,
-        "eval_figures": eval_figures(run),
-        "task_figures": task_figures(run),
-        "best_eval_loss": best["loss"] if best else None,
-        "best_eval_step": best["step"] if best else None,
-        "seconds": round(run.seconds, 1),
-        "tok_per_s": step.get("tok_per_s"),
-        "started": started(run),
-        "launches": len(run.launches),
-    }
+        "eval_figures": eval_figures(run), "task_figures": task_figures(run),
+        "best_eval_loss": best["loss"] if best else None, "best_eval_step": best["step"] if best else None,
+        "seconds": round(run.seconds, 1), "tok_per_s": step.get("tok_per_s"),
+        "started": started(run), "launches": len(run.launches),
+    }  # fmt: skip
 
 
 def source_losses(run: Run) -> dict[str, float]:
@@ -344,11 +329,7 @@ def task_figures(run: Run) -> dict[str, dict[str, float]]:
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys, in the recipes' order, whose values are not the same in all of them; names and places are left out."""
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    return [
-        key
-        for key in keys
-        if key not in NAMES and any(recipe.get(key) != recipes[0].get(key) for recipe in recipes[1:])
-    ]
+    return [key for key in keys if key not in NAMES and any(each.get(key) != recipes[0].get(key) for each in recipes)]
 
 
 def sources_of(meta: Mapping[str, Any]) -> list[str]:

@@ -19,9 +19,8 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tuner.data.prepared import PREPARED_SCHEMA, hashed_files
 from tuner.errors import DataError, MachineError, RecipeError
@@ -47,8 +46,7 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One directory of the cache."""
 
     level: Level
@@ -67,8 +65,7 @@ class Entry:
         return _size(self.path)
 
 
-@dataclass(frozen=True)
-class Garbage:
+class Garbage(NamedTuple):
     """Something that `collect` removes, or would remove."""
 
     path: Path
@@ -148,27 +145,22 @@ def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]
             write_json(tmp / MANIFEST_NAME, manifest)
             publish_dir(tmp, final)
         finally:
-            if tmp.exists():
-                discard_dir(tmp)
+            discard_dir(tmp)
     return manifest
 
 
 def entries(cache_dir: Path) -> list[Entry]:
     """Every directory of the cache, prepared ones first, by key."""
-    found = []
-    for level in LEVELS:
-        root = disk.unlinked(cache_dir, level)
-        paths = [root / name for name in _names(root) if _KEY.fullmatch(name)]
-        found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir() and not path.is_symlink()]
-    return found
+    roots = [(level, disk.unlinked(cache_dir, level)) for level in LEVELS]
+    paths = ((level, root / name) for level, root in roots for name in _names(root) if _KEY.fullmatch(name))
+    return [Entry(level, path, valid(path, level)) for level, path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def find(cache_dir: Path, wanted: str) -> Entry:
     """The directory that a path or the beginning of a key names. DataError without one, RecipeError with several."""
     path = Path(wanted).expanduser()
     if path.is_dir() and ("/" in wanted or not _KEY.match(wanted.ljust(16, "0"))):
-        parent = path.absolute().parent.name
-        level = next((level for level in LEVELS if level == parent), LEVELS[0])
+        level = next((level for level in LEVELS if level == path.absolute().parent.name), LEVELS[0])
         return Entry(level, path.absolute(), valid(path, level))
     matching = [entry for entry in entries(cache_dir) if entry.key.startswith(wanted)]
     if not matching:

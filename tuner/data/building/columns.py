@@ -10,7 +10,6 @@ after row; its type and its other axes are its own. Arrays are mapped into memor
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -83,12 +82,9 @@ def building(cache_dir: Path, level: ColumnLevel, key: str) -> Iterator[Builder 
     with machine_errors(final.parent):
         final.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock_path(final), wait=False):
-        if os.path.lexists(final):
-            if not damages(Entry(level, final, valid(final, level))):
-                yield None
-                return
+        if is_wrong := bool(damages(Entry(level, final, valid(final, level)))):
             discard_dir(final)
-        yield Builder(final, level)
+        yield Builder(final, level) if is_wrong else None
 
 
 def open_columns(path: Path, level: ColumnLevel, verify: bool = False) -> dict[str, Columns]:
@@ -113,6 +109,8 @@ def open_columns(path: Path, level: ColumnLevel, verify: bool = False) -> dict[s
 def files_of(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of each file of a directory of columns, as its manifest has them."""
     return dict(read_json(path / "manifest.json")["files"])
+
+
 
 
 def _array(part: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:

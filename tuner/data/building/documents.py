@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +50,7 @@ BUNDLE_BYTES = BLOCK_BYTES
 _Spread = Callable[[Iterator[tuple[Block, ...]]], Generator[EncodedBundle, None, None]]
 
 
-@dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
     """Where a block comes from."""
 
     split: "SampledSplit"
@@ -91,14 +90,9 @@ def _build(
         expected = expected_bytes(source for split in splits for source in split.sources)
         workers = spec.workers(expected)
         job = EncodeJob(
-            tokenizer=spec.tokenizer,
-            examples=spec.examples,
-            special_tokens=spec.special_tokens_in_text,
-            stop_at_bad_row=spec.data.on_bad_row == "error",
-            fast=slow_reason is None,
-            much=workers != 1,
-            repetition=spec.repetition,
-        )
+            spec.tokenizer, spec.examples, spec.special_tokens_in_text, stop_at_bad_row=spec.data.on_bad_row == "error",
+            fast=slow_reason is None, much=workers != 1, repetition=spec.repetition,
+        )  # fmt: skip
         with pace(console, expected) as done:
             hashed = _read(splits, job, _engine(spec, job, workers), tmp, done)
         keys.refuse_changed()
@@ -146,7 +140,7 @@ def _read(
     Returns the manifest's entries of the files of documents that stay.
     """
     ahead: deque[list[_Origin]] = deque()
-    lines = 0
+    has_template, kind, lines = job.tokenizer.has_template, job.examples.kind, 0
     with (
         StreamFiles(documents_schema(job.tokenizer.vocab_size, job.examples)) as files,
         closing(spread(_bundles(splits, ahead))) as encoded,
@@ -159,9 +153,7 @@ def _read(
                     lines = 0 if origin.block == 0 else lines
                     for bad in block.bad:
                         if job.stop_at_bad_row or origin.split.first_bad is None:
-                            error = bad_record_error(
-                                origin.file, bad, lines, job.tokenizer.has_template, job.examples.kind
-                            )
+                            error = bad_record_error(origin.file, bad, lines, has_template, kind)
                             if job.stop_at_bad_row:
                                 raise error
                             origin.split.first_bad = error
@@ -254,10 +246,10 @@ def _body(
     read.update({split.name: Counts.sum(split.counts) for split in splits})
     reports = {name: documents.report(read[name]) for name, documents in chosen.items()}
     tally = Tally.sum(split.tally for split in splits)
-    by_answer = {"chats": tally.chats, "documents": tally.answers, "left_out": dict(sorted(tally.left_out.items()))}
+    left_out = dict(sorted(tally.left_out.items()))
     report = {
         "masks": {"proven": every.documents, "rows": every.records},
-        "by_answer": by_answer,
+        "by_answer": {"chats": tally.chats, "documents": tally.answers, "left_out": left_out},
         "fast_path": {
             "documents": tally.fast,
             "share": round(tally.fast / max(each * (every.documents + sum(every.dropped.values())), 1), 6),
@@ -295,17 +287,12 @@ def _source_reports(split: SampledSplit, often: npt.NDArray[np.int32], kind: Exa
     """Of each source, in order: what was read and how much of it is taken."""
     return [
         {
-            "path": source.path,
-            "files": len(source.files),
-            "rows": counts.records,
-            "documents": counts.documents,
+            "path": source.path, "files": len(source.files), "rows": counts.records, "documents": counts.documents,
             "forms": dict(counts.forms.most_common()),
             **({"wanted": counts.wanted} if kind == "unpaired" else {}),
-            "weight": source.weight,
-            "count": source.count,
-            "sampled": int((taken > 0).sum()),
-            "repeated": int(taken.sum() - (taken > 0).sum()),
-        }
+            "weight": source.weight, "count": source.count,
+            "sampled": int((taken > 0).sum()), "repeated": int(taken.sum() - (taken > 0).sum()),
+        }  # fmt: skip
         for source, counts, taken in zip(split.sources, split.counts, _by_source(split, often), strict=True)
     ]
 
@@ -457,8 +444,7 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                 except RecordProblem as problem:
                     if spec.data.on_bad_row == "skip":
                         continue
-                    value = record.value if isinstance(example, RecordProblem) else None
-                    bad = bad_record(record, problem, value)
+                    bad = bad_record(record, problem, record.value if isinstance(example, RecordProblem) else None)
                     has_template = spec.tokenizer.has_template
                     raise bad_record_error(file, bad, before, has_template, spec.examples.kind) from problem
                 fates = _fates(spec, placed.documents)

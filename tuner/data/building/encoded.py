@@ -107,8 +107,7 @@ class Tally(_AddedCounts):
     """Reason -> answers of these conversations that have no document."""
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
+class EncodedBlock(NamedTuple):
     """What became of one block's records; its documents follow those of the block before in the bundle's batch."""
 
     counts: Counts
@@ -117,8 +116,7 @@ class EncodedBlock:
     """Lines of the block: what follows it in its file counts on from there."""
 
 
-@dataclass(frozen=True)
-class EncodedBundle:
+class EncodedBundle(NamedTuple):
     """The n kept documents of a bundle, in order."""
 
     documents: pa.Buffer | None
@@ -169,8 +167,7 @@ def documents_schema(vocab_size: int, examples: Examples) -> pa.Schema:
 
 def targets_of(trained: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return int64[documents]: trained tokens of each, without its first one, which is predicted from nothing."""
-    before = np.zeros(len(trained) + 1, dtype=np.int32)
-    np.cumsum(trained, out=before[1:])
+    before: npt.NDArray[np.int32] = offsets_of(trained, np.int32)
     return np.subtract(before[offsets[1:]], before[np.minimum(offsets[:-1] + 1, offsets[1:])], dtype=np.int64)
 
 
@@ -251,11 +248,9 @@ class _KeptDocuments:
         kept = np.repeat((targets > 0).reshape(-1, self._each).all(axis=1), self._each)
         if any(self._is_array):  # a lone id there has its place in a row
             kept |= self._is_array[owners[batch.records]] & (~repeats | self._is_cut[owners[batch.records]])
-        self._count(owners, batch.records, kept, {REPEATS: repeats & ~kept, NO_TRAINED_TOKEN: ~repeats & ~kept})
-        if (label := batch.columns.get("label")) is not None:
-            wanted = np.bincount(owners[batch.records[kept & label.astype(np.bool_)]], minlength=len(self._bundle))
-            for number in np.flatnonzero(wanted).tolist():
-                self._counts[number].wanted += int(wanted[number])
+        wanted = kept & batch.columns.get("label", np.zeros_like(kept)).astype(np.bool_)
+        dropped = {REPEATS: repeats & ~kept, NO_TRAINED_TOKEN: ~repeats & ~kept}
+        self._count(owners, batch.records, kept, wanted, dropped)
         files = [block.file for block in self._bundle]
         for owner, record, example in part:
             if not isinstance(example, RecordProblem):
@@ -282,23 +277,24 @@ class _KeptDocuments:
         self._columns.clear()
         documents = _record_batch(columns, self._schema).serialize() if len(table) else None
         bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self.bad)
-        lines = map(lines_in, self._bundle)
-        each = zip(self._counts, bad, lines, strict=True)
+        each = zip(self._counts, bad, map(lines_in, self._bundle), strict=True)
         blocks = [EncodedBlock(counts, records, count) for counts, records, count in each]
         return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
         self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_],
-        dropped: Mapping[str, npt.NDArray[np.bool_]],
+        wanted: npt.NDArray[np.bool_], dropped: Mapping[str, npt.NDArray[np.bool_]],
     ) -> None:
         """Count the records of a slice, and its documents, which come from `records`, by block."""
         size = len(self._bundle)
-        read, documents = np.bincount(owners, minlength=size), np.bincount(owners[records[kept]], minlength=size)
+        read = np.bincount(owners, minlength=size)
+        documents, liked = (np.bincount(owners[records[which]], minlength=size) for which in (kept, wanted))
         lost = {reason: np.bincount(owners[records[which]], minlength=size) for reason, which in dropped.items()}
         for number in np.flatnonzero(read).tolist():
             counts = self._counts[number]
             counts.records += int(read[number])
             counts.documents += int(documents[number]) // self._each
+            counts.wanted += int(liked[number])
             counts.dropped += Counter({reason: int(many[number]) // self._each for reason, many in lost.items()})
 
     def _refuse(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tuner.data.building.bins import pack
 from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
-from tuner.data.ranges import ranges
+from tuner.data.ranges import offsets_of, ranges
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
@@ -146,9 +146,8 @@ def _cut_pairs(
     """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
     segments = _Columns(3 + (max_prompt is not None), base)
     for before, offsets in segments.read(batches):
-        skipped = np.zeros(len(offsets) - 1, dtype=np.int64)
-        if max_prompt is not None:
-            skipped = np.maximum(_prompts(before, offsets) - max_prompt, 0)
+        none = np.zeros(len(offsets) - 1, dtype=np.int64)
+        skipped = none if max_prompt is None else np.maximum(_prompts(before, offsets) - max_prompt, 0)
         starts, lengths = offsets[:-1] + skipped, np.diff(offsets) - skipped
         both = lengths.reshape(-1, 2)
         segments.losses["cut_prompts"] += int((skipped > 0).reshape(-1, 2).any(axis=1).sum())
@@ -330,6 +329,4 @@ def _trained_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.N
     """int32[tokens + 1]: how many tokens of a record batch are trained before each; int64: where documents begin."""
     column = batch.column("trained")
     offsets = view(column.offsets).astype(np.int64)
-    before = np.zeros(offsets[-1] - offsets[0] + 1, dtype=np.int32)
-    np.cumsum(Flags(column.values).read(offsets[0], offsets[-1]), out=before[1:])
-    return before, offsets - offsets[0]
+    return offsets_of(Flags(column.values).read(offsets[0], offsets[-1]), np.int32), offsets - offsets[0]

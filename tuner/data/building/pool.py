@@ -43,10 +43,7 @@ END_S = 5.0
 """Seconds that workers have to end after their sockets closed, before they are killed."""
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
-    "RAYON_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     # pyarrow's allocator would start a thread: a process with two is better not forked.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
@@ -80,13 +77,9 @@ class WorkerPool(Generic[Item, Answer]):
             pickled.write(ForkingPickler.dumps(job))
             pickled.seek(0)
             sockets = [its.fileno() for _, its in pairs]
+            command = [sys.executable, "-m", "tuner.data.building.worker", *map(str, sockets)]
             self._first = subprocess.Popen(
-                [sys.executable, "-m", "tuner.data.building.worker", *map(str, sockets)],
-                stdin=pickled,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                pass_fds=sockets,
-                process_group=0,
+                command, stdin=pickled, stdout=subprocess.DEVNULL, env=_environment(), pass_fds=sockets, process_group=0
             )
             ours.pop_all()
         (self._exits, _), *others = pairs
@@ -99,24 +92,14 @@ class WorkerPool(Generic[Item, Answer]):
         At most `WINDOW` items for each worker are taken ahead. What a worker raises is raised here when its item's turn
         comes, so that the first failure in order is the one seen. So is WorkerDiedError, for one that dies at work.
         """
-        source, more = iter(items), True
+        source = enumerate(items)
         window = WINDOW * len(self._workers)
         done: dict[int, _Outcome] = {}
         sent = turn = 0
         while True:
-            while (
-                more
-                and turn not in done
-                and sent - turn < window
-                and any(len(worker.numbers) < QUEUED for worker in self._workers)
-            ):
-                try:
-                    item = next(source)
-                except StopIteration:
-                    more = False
-                else:
-                    self._send(sent, item, done)
-                    sent += 1
+            while turn not in done and sent - turn < window and self._has_room() and (found := next(source, None)):
+                self._send(found[0], found[1], done)
+                sent += 1
             if turn in done:
                 answer, error = done.pop(turn)
                 if error is not None:
@@ -143,6 +126,9 @@ class WorkerPool(Generic[Item, Answer]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(at_once=kind is not None)
+
+    def _has_room(self) -> bool:
+        return any(len(worker.numbers) < QUEUED for worker in self._workers)
 
     def _send(self, number: int, item: Item, done: dict[int, _Outcome]) -> None:
         """Send an item to the worker that has the least to do."""

@@ -10,6 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 from tuner.data.building.pool import QUEUED, QUIET, WINDOW, Answer, Item, PoolJob, WorkerDiedError
@@ -37,21 +38,16 @@ def answers(job: PoolJob[Item, Answer], items: Iterable[Item], workers: int) -> 
     with joined(workers or None) as ray:
         task = ray.remote(_answered).options(name="tuner.prepare", num_cpus=1, max_retries=LOST)
         about = uuid.uuid4().hex, [ray.put(job)], node_versions(), os.getcwd()
-        source, more = iter(items), True
+        source = iter(items)
         waiting: deque[Any] = deque()
         running: list[Any] = []
         while True:
             there = max(1, int(ray.cluster_resources().get("CPU", 0)))  # a cluster may grow, and shrink
             count = min(workers or there, there)
             at_once = workers if workers and workers < there else QUEUED * count
-            while more and len(waiting) < WINDOW * count and len(running) < at_once:
-                try:
-                    item = next(source)
-                except StopIteration:
-                    more = False
-                else:
-                    waiting.append(task.remote(*about, item))
-                    running.append(waiting[-1])
+            for item in islice(source, max(0, min(WINDOW * count - len(waiting), at_once - len(running)))):
+                waiting.append(task.remote(*about, item))
+                running.append(waiting[-1])
             if not waiting:
                 return
             running = ray.wait(running)[1] if waiting[0] in running else running

@@ -99,13 +99,11 @@ MANY_DUPLICATES = 0.1
 """The share of a split's documents above which duplicates are warned of."""
 RARE = 0.1
 """Forms that no more of a source's rows have are warned of."""
-LOST = (
-    (
-        NOT_SHOWN,
-        "the model would learn to call tools that it is never shown: tokenizer.chat_template: chatml writes them",
-    ),
-    (CALLS_NOT_SHOWN, "they are neither learned nor shown: tokenizer.chat_template: chatml writes them"),
-)
+LOST = {
+    NOT_SHOWN: "the model would learn to call tools that it is never shown: "
+    "tokenizer.chat_template: chatml writes them",
+    CALLS_NOT_SHOWN: "they are neither learned nor shown: tokenizer.chat_template: chatml writes them",
+}
 """Notes about what of the rows the template leaves out that is to be learned from, and the way out."""
 PLAIN_EVERY_S = 30.0
 """Seconds between two lines where no bar can be drawn."""
@@ -155,10 +153,8 @@ def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
 
 def _form_lines(report: Mapping[str, Any]) -> list[Line]:
     """How many rows have which form, where there are several."""
-    forms: Counter[str] = Counter()
-    for sources in report["sources"].values():
-        for source in sources:
-            forms.update(source.get("forms", {}))
+    found = (source.get("forms", {}) for sources in report["sources"].values() for source in sources)
+    forms = sum(map(Counter, found), Counter[str]())
     return [("forms", ", ".join(f"{count:,} {form}" for form, count in forms.most_common()))] if len(forms) > 1 else []
 
 
@@ -170,12 +166,12 @@ def by_answer_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document") -> list[str]:
     """What deserves a second look; `rejects` is the path of the file of skipped rows, `unit` what is counted."""
-    warnings = []
+    warnings: list[str] = []
     for split in ("train", "eval"):
         if report[split] is not None:
             warnings += _split_warnings(split, report[split], rejects, unit)
     notes = report.get("notes", {})
-    warnings += [f"{counted(notes[note], 'row')}: {note}; {way}" for note, way in LOST if note in notes]
+    warnings += [f"{counted(notes[note], 'row')}: {note}; {way}" for note, way in LOST.items() if note in notes]
     for split, sources in report["sources"].items():
         warnings += _label_warnings(split, sources)
         for source in sources:
@@ -196,36 +192,32 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
     return warnings
 
 
-def _label_warnings(split: str, sources: Sequence[Mapping[str, Any]]) -> list[str]:
+def _label_warnings(split: str, sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Labels of one kind alone: there is nothing to tell them from."""
     documents = sum(source["documents"] for source in sources)
     wanted = [source["wanted"] for source in sources if "wanted" in source]
-    if not wanted or sum(wanted) not in {0, documents}:
-        return []
-    label = str(sum(wanted) > 0).lower()
-    return [f"data.{split}: all {documents:,} answers are labelled {label}: there are none to tell them from"]
+    if wanted and sum(wanted) in {0, documents}:
+        label = str(sum(wanted) > 0).lower()
+        yield f"data.{split}: all {documents:,} answers are labelled {label}: there are none to tell them from"
 
 
-def _form_warnings(split: str, source: Mapping[str, Any], unit: str) -> list[str]:
+def _form_warnings(split: str, source: Mapping[str, Any], unit: str) -> Iterator[str]:
     """Rows of a form that few of their source have: strays, such as a line of text among chats."""
     forms = Counter(source.get("forms", {}))
     if len(forms) < 2 or unit == "pair":
-        return []
+        return
     (main, _), *others = forms.most_common()
     total = sum(forms.values())
-    rare = [f"{count:,} {form}" for form, count in others if count <= RARE * total]
-    if not rare:
-        return []
-    way = f"format: {main} in the source makes them bad rows, with their lines"
-    return [f"data.{split}: of {total:,} rows of {source['path']} {', '.join(rare)}, the others {main}: {way}"]
+    if rare := [f"{count:,} {form}" for form, count in others if count <= RARE * total]:
+        way = f"format: {main} in the source makes them bad rows, with their lines"
+        yield f"data.{split}: of {total:,} rows of {source['path']} {', '.join(rare)}, the others {main}: {way}"
 
 
-def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: str) -> list[str]:
+def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: str) -> Iterator[str]:
     """What of a split's examples is left out or superfluous, but for those that are too long."""
-    warnings = []
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
-        warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
+        yield f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}"
     dropped, cut_off = counts["dropped"], counts.get("dropped_rows", {}).get(NO_TARGET, 0)
     of_rows, of_documents, copies = (rows, MANY, "row"), (documents, MANY, unit), (documents, MANY_DUPLICATES, unit)
     for some, (every, share, of), what in (
@@ -235,8 +227,7 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
         (counts["duplicates"], copies, "are exact duplicates of others, which is no reason to leave them out"),
     ):
         if some > share * every:
-            warnings.append(f"data.{split}: {some:,} of {every:,} {of}s ({some / every:.0%}) {what}")
-    return warnings
+            yield f"data.{split}: {some:,} of {every:,} {of}s ({some / every:.0%}) {what}"
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
@@ -252,30 +243,22 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
     return [("tokenizer", f"{how}, which differs from tokenizer.json in: {parts}")]
 
 
-def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> list[Line]:
+def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> Iterator[Line]:
     """A line for each source, where there are several or a share is taken."""
     plain = all(source["sampled"] == source["documents"] and not source["repeated"] for source in sources)
-    if plain and len(sources) < 2:
-        return []
-    lines = []
-    for source in sources:
+    for source in sources if len(sources) > 1 or not plain else ():
         text = f"{source['path']}  {counted(source['documents'], unit)}"
         if source["sampled"] < source["documents"]:
             text += f"  {source['sampled']:,} sampled"
         if source["repeated"]:
             text += f"  {source['repeated']:,} repeated"
-        lines.append((f"{split} of", text))
-    return lines
+        yield f"{split} of", text
 
 
 def _split_text(counts: Mapping[str, Any], unit: str) -> str:
     share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
-    parts = [
-        counted(counts["packed_documents"], unit),
-        counted(counts["packed_tokens"], "token"),
-        f"{counts['packed_trained']:,} trained ({share:.0%})",
-        f"longest {counts['longest']:,}",
-    ]
+    parts = [counted(counts["packed_documents"], unit), counted(counts["packed_tokens"], "token")]
+    parts += [f"{counts['packed_trained']:,} trained ({share:.0%})", f"longest {counts['longest']:,}"]
     parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split") if counts[word]]
     parts += [f"{counts['cut_prompts']:,} with a shorter prompt"] if "cut_prompts" in counts else []
     parts += [f"{counted(counts['duplicates'], 'duplicate')} kept"] if counts["duplicates"] else []

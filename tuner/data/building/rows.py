@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ from tuner.data.reading.examples import Conversation, Example, PlainText, Prompt
 from tuner.data.reading.problems import RecordProblem
 from tuner.errors import DataError, MachineError
 from tuner.runtime.console import Console
-from tuner.runtime.files import sha256_file
+from tuner.runtime.files import machine_errors, sha256_file
 from tuner.runtime.memory import give_back
 
 MAX_SAMPLES = 16
@@ -49,10 +49,9 @@ def build_rows(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Consol
         for source in (*encoded.glob("*.arrow"), encoded / REJECTS):
             _link(source, tmp / _linked_name(source.name))
 
-    def make(new: Path) -> dict[str, Any]:
-        return build_documents(spec, keys, new, console)
-
-    encoded, _ = build_once(spec.cache_dir, "encoded", keys.encoded, make, console, link)
+    encoded, _ = build_once(
+        spec.cache_dir, "encoded", keys.encoded, lambda new: build_documents(spec, keys, new, console), console, link
+    )
     give_back()  # what the tables of documents held: packing needs its own
     report = dict(encoded["report"])
     for split in ("train", "eval"):
@@ -63,28 +62,22 @@ def build_rows(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Consol
                 path = tmp / f"{split}.documents.arrow"
                 raise _nothing_left(spec, keys, path, report[split]["documents"], rows["dropped_rows"])
             report[split] = {**report[split], **rows}
-    samples = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else []
+    found = _samples(tmp / "eval.documents.arrow", spec) if report["eval"] is not None else ()
+    samples = list(islice(found, MAX_SAMPLES))
     with jsonlines.open(tmp / "samples.jsonl", "w") as writer:
         writer.write_all(samples)
     write_probes(tmp / ID_PROBES, _record_probes(keys, spec.tokenizer, spec.examples.kind))
     report["tokenizer"] = spec.tokenizer.loaded_as
     return {
-        "report": report,
-        "max_length": spec.max_length,
-        "too_long": spec.too_long,
-        "packing": spec.data.packs_rows,
-        "encoded_key": keys.encoded,
-        "tokenizer_hash": spec.tokenizer.hash,
-        "template_hash": spec.tokenizer.template_hash,
+        "report": report, "samples": len(samples), "encoded_key": keys.encoded,
+        "max_length": spec.max_length, "too_long": spec.too_long, "packing": spec.data.packs_rows,
+        "tokenizer_hash": spec.tokenizer.hash, "template_hash": spec.tokenizer.template_hash,
         "vocab_size": spec.tokenizer.vocab_size,
-        "method": keys.encoded_fields["method"],
-        "train_on": keys.encoded_fields["train_on"],
-        "sources": encoded["sources"],
-        "eval_documents": encoded["eval_documents"],
-        "samples": len(samples),
+        **{key: keys.encoded_fields[key] for key in ("method", "train_on")},
+        **{key: encoded[key] for key in ("sources", "eval_documents")},
         # What the first level has hashed is the same file here.
         "files": {_linked_name(name): entry for name, entry in encoded["files"].items()},
-    }
+    }  # fmt: skip
 
 
 def _linked_name(name: str) -> str:
@@ -94,11 +87,9 @@ def _linked_name(name: str) -> str:
 
 def _write_rows(spec: PrepareSpec, tmp: Path, split: str, sources: Sequence[int]) -> dict[str, Any]:
     documents, max_length = tmp / f"{split}.documents.arrow", spec.max_length
-    most, least = spec.data.max_prompt_length, spec.data.min_piece_length or 0
-    cuts = partial(cut, max_length=max_length, too_long=spec.too_long, each=spec.examples.documents)
-    cuts = partial(cuts, max_prompt=most, min_piece=least)
-    if spec.data.rows == "cut":
-        cuts = partial(in_order, max_length=max_length)
+    limits: dict[str, Any] = {"max_prompt": spec.data.max_prompt_length, "min_piece": spec.data.min_piece_length or 0}
+    packed = partial(cut, max_length=max_length, too_long=spec.too_long, each=spec.examples.documents, **limits)
+    cuts: CutsBlock = partial(in_order, max_length=max_length) if spec.data.rows == "cut" else packed
     segments = segments_of(record_batches(documents), max_length, cuts)
     report = write_rows(tmp / f"{split}.rows.arrow", segments, max_length, spec.data.packs_rows, sources)
     if spec.examples.kind == "unpaired" and report["packed_rows"]:
@@ -116,8 +107,7 @@ def _nothing_left(
     cut_up = "method.kind: pretrain, which splits plain text into rows, or " if plain else ""
     of = f"{documents:,} {spec.examples.unit}{'' if documents == 1 else 's'}"
     return DataError(
-        f"data.{split}: nothing is left of {of}: {reasons} "
-        f"({spec.max_length:,}); {kept_by(lengths)}",
+        f"data.{split}: nothing is left of {of}: {reasons} ({spec.max_length:,}); {kept_by(lengths)}",
         hint=f"write {cut_up}{raised(spec, lengths)}data.too_long: truncate",
     )
 
@@ -129,9 +119,9 @@ def _is_plain_text(keys: PreparedKeys) -> bool:
     return isinstance(next(examples, None), PlainText)
 
 
-def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:
-    """Up to 16 different held-out prompts that leave room in a row, with what the data answers."""
-    samples: dict[tuple[int, ...], dict[str, Any]] = {}
+def _samples(path: Path, spec: PrepareSpec) -> Iterator[dict[str, Any]]:
+    """Yield different held-out prompts that leave room in a row, with what the data answers."""
+    ends, seen = set(spec.tokenizer.eos_ids), set[tuple[int, ...]]()
     for batch in record_batches(path):
         ids, prompts = batch.column("input_ids"), view(batch.column("prompt_tokens")).tolist()
         for i, count in enumerate(prompts):
@@ -140,20 +130,11 @@ def _samples(path: Path, spec: PrepareSpec) -> list[dict[str, Any]]:
                 continue
             document = view(ids[i].values).tolist() if 0 < count < spec.max_length else []
             prompt = tuple(document[:count])
-            if prompt and prompt not in samples:
-                samples[prompt] = {
-                    "prompt_ids": list(prompt),
-                    "prompt_text": spec.tokenizer.decode(prompt),
-                    "reference": spec.tokenizer.decode(_answer(document[count:], spec), True).strip(),
-                }
-            if len(samples) == MAX_SAMPLES:
-                return list(samples.values())
-    return list(samples.values())
-
-
-def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
-    ends = set(spec.tokenizer.eos_ids)
-    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+            if prompt and prompt not in seen:
+                seen.add(prompt)
+                answer = list(takewhile(lambda token: token not in ends, document[count:]))
+                texts = spec.tokenizer.decode(prompt), spec.tokenizer.decode(answer, True).strip()
+                yield {"prompt_ids": list(prompt), "prompt_text": texts[0], "reference": texts[1]}
 
 
 def _record_probes(keys: PreparedKeys, tokenizer: TextTokenizer, kind: ExampleKind) -> Iterator[IdProbe]:
@@ -186,10 +167,8 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
-        try:
+        with machine_errors(target):
             shutil.copyfile(source, target)
-        except OSError as error:
-            raise MachineError(f"{target}: {error.strerror or error}") from error
         if sha256_file(source) != sha256_file(target):
             raise MachineError(f"{target}: the copy differs from {source}") from None
 
@@ -220,8 +199,7 @@ def partners(prompts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32] | None:
     changes = np.flatnonzero((prompts[1:] != prompts[:-1]).any(axis=1)) + 1
     if len(changes) == 0:
         return None
-    first = 0 if (prompts[0] != prompts[-1]).any() else changes[0]
-    following = np.append(changes, first)
+    following = np.append(changes, 0 if (prompts[0] != prompts[-1]).any() else changes[0])
     run = np.searchsorted(changes, np.arange(count), side="right")
     return following[run].astype(np.uint32)
 
@@ -280,13 +258,12 @@ def write_rows(
     return {
         "packed_rows": sums["rows"],
         "packed_documents": documents // each if sums["rows"] else 0,
-        "packed_tokens": sums["tokens"],
-        "packed_trained": sums["trained"],
+        "packed_tokens": sums["tokens"], "packed_trained": sums["trained"],
         "fill": round(sums["tokens"] / (sums["rows"] * max_length), 6) if sums["rows"] else 0.0,
         "dropped_rows": dict(dropped),
         **{name: sums[name] for name in LOSSES if name != "cut_prompts" or sums[name]},
         **({"blocks": n_blocks} if n_blocks > 1 else {}),
-    }
+    }  # fmt: skip
 
 
 def _write_counts(rows: Path) -> None:

@@ -7,6 +7,7 @@ lies in a file, of which the system may take the pages back.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config.numbers import Duration
-from tuner.data.batches import mixed
+from tuner.data.batches import mixed, random_words
 from tuner.data.building.encoded import TABLE, Counts, Tally
 from tuner.data.building.spec import Source
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
 """uint64[documents, 2]"""
-_MASK64 = (1 << 64) - 1
 _CHUNK = 1 << 16
 _AT_ONCE = 1 << 25
 _MOST = 2**31 - 1
@@ -46,9 +46,7 @@ def copies(source: Source, documents: int, seed: int, number: int) -> npt.NDArra
     passes, rest = divmod(source.total(documents), documents)
     taken = np.full(documents, passes, dtype=np.int32)
     if rest:
-        key = np.array([seed & _MASK64, _SAMPLE_STREAM + number], dtype=np.uint64)
-        words = np.random.Philox(key=key).random_raw(documents)
-        taken[np.argsort(words, kind="stable")[:rest]] += 1
+        taken[np.argsort(random_words(seed, _SAMPLE_STREAM + number, documents), kind="stable")[:rest]] += 1
     return taken
 
 
@@ -64,11 +62,9 @@ def distinct(*digests: Digests) -> int:
 
 def _distinct(digests: Sequence[Digests], top: int, shift: np.uint64) -> int:
     """The number of different documents whose first half, shifted, is `top`: by 64 bits, of all of them."""
-    if shift == 64:
-        first = np.concatenate([table[:, 0] for table in digests])
-    else:
-        halves = (table[start : start + _CHUNK, 0] for table in digests for start in range(0, len(table), _CHUNK))
-        first = np.concatenate([chunk[chunk >> shift == top] for chunk in halves])
+    halves = (table[start : start + _CHUNK, 0] for table in digests for start in range(0, len(table), _CHUNK))
+    none = np.empty(0, dtype=np.uint64)
+    first = np.concatenate([none, *(chunk if shift == 64 else chunk[chunk >> shift == top] for chunk in halves)])
     first.sort()
     is_new = np.ones(len(first), dtype=np.bool_)
     np.not_equal(first[1:], first[:-1], out=is_new[1:])
@@ -209,10 +205,9 @@ class SampledSplit:
 
     def parts(self, directory: Path) -> list[tuple[Path, int]]:
         """Each such file, and how many documents it holds."""
-        found: dict[Path, int] = {}
+        found = Counter[Path]()
         for source, counts in enumerate(self.counts):
-            path = self.path(directory, source)
-            found[path] = found.get(path, 0) + counts.documents
+            found[self.path(directory, source)] += counts.documents
         return list(found.items())
 
     def taken(self, seed: int) -> "SplitSelection":
@@ -223,12 +218,10 @@ class SampledSplit:
         if not self.by_source:
             return SplitSelection(table, np.broadcast_to(np.int32(1), size))
         base = _EVAL_SOURCES if self.name == "eval" else 0
-        often = [
-            copies(source, counts.documents, seed, base + number)
-            if source.seed is None
-            else copies(source, counts.documents, source.seed, base)
-            for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
-        ]
+        often = []
+        for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True)):
+            drawn_by, stream = (seed, base + number) if source.seed is None else (source.seed, base)
+            often.append(copies(source, counts.documents, drawn_by, stream))
         return SplitSelection(table, np.concatenate(often))
 
 
@@ -270,9 +263,7 @@ class SplitSelection:
         """The split's counts as JSON values; documents and tokens as often as they are trained on."""
         there = self.copies > 0
         return {
-            "rows": counts.records,
-            "documents": int(self.copies.sum()),
-            "tokens": self._total("length"),
+            "rows": counts.records, "documents": int(self.copies.sum()), "tokens": self._total("length"),
             "trained": self._total("targets"),
             "longest": int(self.table["length"].max(initial=0, where=there)),
             "duplicates": int(np.count_nonzero(there)) - distinct(self.present),

@@ -90,16 +90,11 @@ def prepare_spec(
     Raises DataError and MachineError where these are missing, RecipeError where rows are longer than the model allows.
     """
     cache = (cache_root() if data.cache_dir is None else Path(data.cache_dir)).absolute()
+    loaded = load_tokenizer(model.name_or_path, model.revision, tokenizer, cache)
     return PrepareSpec(
-        data=data,
-        examples=method.examples,
-        tokenizer=load_tokenizer(model.name_or_path, model.revision, tokenizer, cache),
-        max_length=resolve_max_length(model, data),
-        seed=seed,
-        cache_dir=cache,
-        special_tokens_in_text=tokenizer.special_tokens_in_text,
-        positions=model_positions(model),
-    )
+        data, method.examples, loaded, max_length=resolve_max_length(model, data), seed=seed, cache_dir=cache,
+        special_tokens_in_text=tokenizer.special_tokens_in_text, positions=model_positions(model),
+    )  # fmt: skip
 
 
 def resolve_max_length(model: "ModelSection", data: "DataSection") -> int:
@@ -162,8 +157,7 @@ class Source:
         return self.count if self.count is not None else math.floor(self.weight * documents + 0.5)
 
 
-@dataclass(frozen=True)
-class PreparedKeys:
+class PreparedKeys(NamedTuple):
     """The names of both directories of a spec, and the sources, which were read for them."""
 
     encoded: str
@@ -235,14 +229,11 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
     }
     encoded = _hash(fields)
     rows = {
-        "encoded": encoded,
-        "max_length": spec.max_length,
-        "too_long": spec.too_long,
-        "packing": data.packs_rows,
+        "encoded": encoded, "max_length": spec.max_length, "too_long": spec.too_long, "packing": data.packs_rows,
         **({} if data.max_prompt_length is None else {"max_prompt": data.max_prompt_length}),
         **({} if data.min_piece_length is None else {"min_piece": data.min_piece_length}),
         **({"rows": data.rows} if data.rows != "packed" else {}),
-    }
+    }  # fmt: skip
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
 
 

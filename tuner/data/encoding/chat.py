@@ -68,8 +68,7 @@ class Chat:
             # A token that takes white space with it cannot be trained without.
             return start, whole if self.text[stop:whole].isspace() else stop
         start = self.answer_start(i) if start is None else start
-        last = i + 1 == len(self.messages)
-        limit = len(self.text) if last else self._content_starts.get(i + 1, -1)
+        limit = len(self.text) if i + 1 == len(self.messages) else self._content_starts.get(i + 1, -1)
         # Nothing before the answer's own words ends it, where they can be shown.
         words = max(start, (self._find([i]) or {i: start})[i])
         end = self._end(words, limit) if limit >= start else self._end_as_last(i, words)
@@ -143,11 +142,9 @@ class Chat:
 
     def turn(self, i: int) -> tuple[int, int]:
         """Characters that message i adds to the whole text, header and all."""
-        if i == 0:
-            return self._opening(), len(self._through(0))
-        return len(
-            self._prefix(self._render(i), i, f"the text before message {i} differently when fewer messages follow")
-        ), len(self._through(i))
+        otherwise = f"the text before message {i} differently when fewer messages follow"
+        start = len(self._prefix(self._render(i), i, otherwise)) if i else self._opening()
+        return start, len(self._through(i))
 
     def _opening(self) -> int:
         """Where message 0 begins: after a turn that the template put before it, such as its own system prompt."""

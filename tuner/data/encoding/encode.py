@@ -13,8 +13,9 @@ prompt alone has. A record of which that cannot be shown for both answers is ref
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from tuner.config.methods import ExampleKind
 from tuner.data.encoding import place
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder, WordEncoder
-from tuner.data.encoding.place import Alone, BatchTexts, Document, EncodedBatch, Flat, Placed, Placer, Turns, joined
+from tuner.data.encoding.place import Alone, BatchTexts, EncodedBatch, Flat, Placed, Placer, Turns, joined
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import ByteTable, Encoded, TextTokenizer, Unproven
@@ -60,18 +61,13 @@ class Encoder:
         self._table: ByteTable | None = None
         self._separator = ""
         self._prompts: dict[str, npt.NDArray[np.uint32]] = {}
-        self.not_fast: str | None = None if fast else "switched off"
-        """Why the fast encoder is not used, where it was tried."""
-        if fast:
-            try:
+        with suppress(Unproven):
+            if fast:
                 self._table = tokenizer.byte_table
                 self._is_special = np.zeros(len(self._table.lengths), dtype=np.bool_)
                 self._is_special[list(tokenizer.special_ids)] = True
                 self._is_unknown = np.arange(len(self._table.lengths)) >= self._table.size
                 self._separator = next((tokenizer.decode([i]) for i in sorted(tokenizer.special_ids)), "")
-            except Unproven as error:
-                self.not_fast = str(error)
-
     def encode(self, examples: Sequence[Example], total_bytes: int | None = None, checks: int = CHECKS) -> EncodedBatch:
         """Encode examples, in order; one that cannot be used gives its problem.
 
@@ -114,26 +110,15 @@ class Encoder:
         contents = [message["content"] for message in messages]
         if layout is None or not layout.fits(contents):
             return False
-        sizes = []
-        is_ascii = layout.is_ascii
-        for content in contents:
-            if content.isascii():
-                sizes.append(len(content))
-            else:
-                is_ascii = False
-                sizes.append(len(content.encode()))
-        if not is_ascii:
-            text = "".join(part for pair in zip(layout.parts, contents, strict=False) for part in pair)
-            if not self._table.accepts(text) or has_reserved(text):
-                return False
-        starts = layout.part_starts(sizes)
+        text = "".join(chain.from_iterable(zip_longest(layout.parts, contents, fillvalue="")))
+        if not self._table.accepts(text) or (not text.isascii() and has_reserved(text)):
+            return False
+        starts = layout.part_starts([len(each) if each.isascii() else len(each.encode()) for each in contents])
         for mark in layout.marks:
             span = (starts[mark.start_part] + mark.start, starts[mark.stop_part] + mark.stop)
             texts.turn(span, mark.trained, mark.is_answer, mark.prompt)
-        for part, content in zip(layout.parts[:-1], contents, strict=True):
-            texts.pieces += (part, content)
-        texts.pieces.append(layout.parts[-1])
-        texts.close(i, starts[-1] + layout.part_bytes[-1], layout.default, layout.specials, (False, False))
+        size = starts[-1] + layout.part_bytes[-1]
+        texts.add(text, i, size, layout.specials, layout.default, (False, False))
         if layout.notes:
             alone.note(i, layout.notes)
         return True
@@ -158,17 +143,17 @@ class Encoder:
         text = plan.text
         ascii_text = text.isascii()
         for turn in plan.turns:
-            span = (turn.start, turn.stop) if ascii_text else _bytes_at(text, turn.start, turn.stop)
+            span = turn.start, turn.stop
+            if not ascii_text:
+                first = len(text[: turn.start].encode())
+                span = first, first + len(text[turn.start : turn.stop].encode())
             prompt = self._prompt(plan, turn.start) if turn.is_answer else ""
             texts.turn(span, turn.trained, turn.is_answer, prompt)
-        texts.pieces.append(text)
-        frame = (plan.framed, plan.ends)
-        texts.close(i, len(text) if ascii_text else len(text.encode()), plan.default, -1, frame)
+        texts.add(text, i, len(text) if ascii_text else len(text.encode()), -1, plan.default, (plan.framed, plan.ends))
 
     def _prompt(self, plan: TurnPlan, start: int) -> str:
-        last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
-        if last is None:
-            last = self._tokenizer.last_special(plan.text, 0, start)
+        near = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
+        last = near or self._tokenizer.last_special(plan.text, 0, start)
         # A control token cuts the text: what follows it is encoded without regard to what precedes.
         return plan.text[0 if last is None else last[0] : start]
 
@@ -177,40 +162,37 @@ class Encoder:
     ) -> EncodedBatch | None:
         """Encode the collected records together; those that cannot stay are placed alone."""
         table = self._table
-        if not texts.examples or table is None:
+        if not texts.texts or table is None:
             return None
-        flat, fast = self._flat(texts, table, total_bytes)
-        expected = np.array(texts.specials)
-        doubtful = flat.unknown | ((flat.counts(self._is_special) != expected) & (expected >= 0))
+        rows = np.array(texts.rows, dtype=place.TEXT)
+        flat, fast = self._flat(texts.texts, rows["size"], table, total_bytes)
+        doubtful = flat.unknown | ((flat.counts(self._is_special) != rows["specials"]) & (rows["specials"] >= 0))
         turns = Turns.of(texts, flat)
         doubtful[turns.text[turns.straddles]] = True
-        by_prompt = sorted((i for i, prompt in enumerate(texts.prompt) if prompt), key=texts.prompt.__getitem__)
-        for prompt, which in groupby(by_prompt, texts.prompt.__getitem__):
+        by_prompt = sorted((i for i, prompt in enumerate(texts.prompts) if prompt), key=texts.prompts.__getitem__)
+        for prompt, which in groupby(by_prompt, texts.prompts.__getitem__):
             answers = np.fromiter(which, dtype=np.int64)
             doubtful[turns.text[answers[~turns.follow(answers, flat, self._prompt_ids(prompt))]]] = True
-        origins = np.array(texts.examples, dtype=np.int64)
-        again = np.unique(origins[doubtful])
+        again = np.unique(rows["example"][doubtful])
         if alone.by_answer:
-            doubtful = np.isin(origins, again)  # a conversation's documents are judged together
+            doubtful = np.isin(rows["example"], again)  # a conversation's documents are judged together
         flat = replace(flat, edges=np.empty(0, dtype=np.int32))  # the turns are found: no more of use
         for i in again.tolist():
             alone.place(i, examples[i])
-        return self._finished(texts, flat, turns, ~doubtful, fast)
+        return self._finished(rows, flat, turns, ~doubtful, fast)
 
-    def _flat(self, texts: BatchTexts, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
-        """The records' ids, and whether the fast encoder gave them."""
-        sizes = np.array(texts.sizes, dtype=np.int64)
+    def _flat(self, texts: list[str], sizes: Ints, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
+        """The texts' ids, and whether the fast encoder gave them; of how many bytes each is, `sizes` say."""
         proven = self._proven_for(int(sizes.sum()) if total_bytes is None else total_bytes, table)
-        strings = ["".join(texts.pieces[a:b]) for a, b in zip([0, *texts.piece_stops], texts.piece_stops, strict=False)]
         if proven is None:
-            parts = self._tokenizer.encode_ids(strings)
+            parts = self._tokenizer.encode_ids(texts)
             flat = Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
             return replace(flat, unknown=np.diff(flat.edges[flat.offsets]) != sizes), False
-        refuted = proven.refuted(strings)
-        flat = self._together(proven, strings, sizes, table)
+        refuted = proven.refuted(texts)
+        flat = self._together(proven, texts, sizes, table)
         unknown = flat.counts(self._is_unknown) > 0 if self._is_unknown.any() else flat.unknown
         if refuted:
-            unknown = unknown | np.array([any(c in text for c in refuted) for text in strings])
+            unknown = unknown | np.array([any(c in text for c in refuted) for text in texts])
         return replace(flat, unknown=unknown), proven.name == FastEncoder.name
 
     def _together(self, proven: ProvenEncoder, texts: list[str], sizes: Ints, table: ByteTable) -> Flat:
@@ -232,11 +214,9 @@ class Encoder:
         if size < FAST_FROM_BYTES:
             return None  # whatever came before: which batches meet in a process is not to be seen in the counts
         for kind in () if self._chosen else (FastEncoder, WordEncoder):
-            try:
+            with suppress(Unproven):
                 self._proven = ProvenEncoder(kind(self._tokenizer, table), self._tokenizer, table)
                 break
-            except Unproven as error:
-                self.not_fast = self.not_fast or str(error)
         self._chosen = True
         self._placer.long = self._long
         return self._proven
@@ -244,9 +224,7 @@ class Encoder:
     def _long(self, text: str) -> Encoded | None:
         """A long text by the fast encoder, and the characters of its tokens by the bytes that these stand for."""
         table, proven = self._table, self._proven
-        if table is None or proven is None or not table.accepts(text):
-            return None
-        if any(character in text for character in proven.refuted([text])):
+        if table is None or proven is None or not table.accepts(text) or any(c in text for c in proven.refuted([text])):
             return None
         ids = proven.encode(text)
         data = np.frombuffer(text.encode(), dtype=np.uint8)
@@ -254,8 +232,7 @@ class Encoder:
         if int(edges[-1]) != len(data) or self._is_unknown[ids].any():
             return None
         begins = (data & 0xC0) != 0x80
-        before = np.zeros(len(data) + 1, dtype=np.int32)
-        np.cumsum(begins, out=before[1:])
+        before = offsets_of(begins, np.int32)
         starts, stops = before[edges[:-1]], before[edges[1:]]
         starts -= ~begins[edges[:-1]]
         return Encoded(ids.astype(np.int64), starts, stops)
@@ -269,21 +246,22 @@ class Encoder:
         return ids
 
     def _finished(
-        self, texts: BatchTexts, flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
+        self, rows: npt.NDArray[np.void], flat: Flat, turns: Turns, keep: npt.NDArray[np.bool_], fast: bool
     ) -> EncodedBatch:
-        trained = np.repeat(np.array(texts.default), flat.lengths)
-        wanted, answer = np.array(texts.trained, dtype=np.bool_), np.array(texts.answer, dtype=np.bool_)
+        """The documents of the texts that are kept; `rows` are TEXT[texts]."""
+        trained = np.repeat(rows["default"], flat.lengths)
         sound = keep[turns.text]
-        trained |= turns.cover(sound & wanted, len(trained))
-        trained &= ~turns.cover(sound & ~wanted, len(trained))
+        trained |= turns.cover(sound & turns.trained, len(trained))
+        trained &= ~turns.cover(sound & ~turns.trained, len(trained))
         prompts = np.zeros(len(keep), dtype=np.int64)
-        prompts[turns.text[answer]] = turns.first[answer] - flat.offsets[turns.text[answer]]
-        framed = np.array(texts.framed)
-        whole = framed & (np.bincount(turns.text[answer], minlength=len(keep)) == 0)
+        answered = turns.text[turns.answer]
+        prompts[answered] = turns.first[turns.answer] - flat.offsets[answered]
+        framed, ends = rows["frame"].T
+        whole = framed & (np.bincount(answered, minlength=len(keep)) == 0)
         prompts[whole] = flat.lengths[whole] // 2
-        records, count = np.array(texts.examples, dtype=np.int64), int(keep.sum()) if fast else 0
+        records, count = np.ascontiguousarray(rows["example"]), int(keep.sum()) if fast else 0
         batch = EncodedBatch(flat.ids, trained, flat.offsets, prompts.astype(np.uint32), records, fast=count).only(keep)
-        return self._framed(batch, framed[keep], np.array(texts.ends)[keep]) if framed.any() else batch
+        return self._framed(batch, framed[keep], ends[keep]) if framed.any() else batch
 
     def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]) -> EncodedBatch:
         """Put the tokenizer's own tokens around texts, and the end token after those that have one."""
@@ -320,15 +298,11 @@ class Encoder:
             if len(documents) != after - first:
                 raise FastEncoderMismatch(f"row {record + 1} of the block has {len(documents)} documents alone")
             own = documents[k - first]
-            if not np.array_equal(own.input_ids, batch.input_ids[tokens]) or not np.array_equal(
-                own.trained, batch.trained[tokens]
-            ):
+            pairs = (own.input_ids, batch.input_ids[tokens]), (own.trained, batch.trained[tokens])
+            if not all(np.array_equal(*pair) for pair in pairs):
                 raise FastEncoderMismatch(f"row {record + 1} of the block has other ids or another mask")
 
 
-def _bytes_at(text: str, start: int, stop: int) -> tuple[int, int]:
-    before = len(text[:start].encode())
-    return before, before + len(text[start:stop].encode())
 
 
 NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
@@ -369,12 +343,10 @@ class AnyEncoder:
         if batch.problems:
             raise batch.problems[0]
         documents = [self._encoder.explain(part).documents[0] for part in answers_of(example)]
-        return Placed([_with_prompt(document) for document in documents], ())
+        prompts = [int(np.argmax(each.trained)) if each.trained.any() else len(each.trained) for each in documents]
+        return Placed([replace(each, prompt_tokens=n) for each, n in zip(documents, prompts, strict=True)], ())
 
 
-def _with_prompt(document: Document) -> Document:
-    trained = document.trained
-    return replace(document, prompt_tokens=int(np.argmax(trained)) if trained.any() else len(trained))
 
 
 def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.generic]) -> EncodedBatch:
@@ -382,13 +354,10 @@ def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.
     problems: dict[int, RecordProblem] = {}
     for part, problem in sorted(batch.problems.items()):
         problems.setdefault(part // each, _placed(problem, _SIDES[part % 2] if each == 2 else None))
-    for part in np.flatnonzero(np.bincount(batch.records, minlength=len(values) * each) > 1).tolist():
+    several = np.flatnonzero(np.bincount(batch.records, minlength=len(values) * each) > 1).tolist()
+    for part in (*several, *(part for part, left_out in batch.by_answer.items() if left_out)):
         problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
-    for part, left_out in batch.by_answer.items():
-        if left_out:
-            problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
-    records = batch.records // each
-    whole = batch.only(~np.isin(records, list(problems)))
+    whole = batch.only(~np.isin(batch.records // each, list(problems)))
     prompts = _prompts(whole)
     if each == 2:
         pairs = whole.records[::2] // 2

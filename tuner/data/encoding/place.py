@@ -28,8 +28,7 @@ _READ_TOKENS = 1 << 15
 APART = "answers encoded separately from their prompt: a token would span the end of it"
 
 
-@dataclass(frozen=True)
-class TokenSpan:
+class TokenSpan(NamedTuple):
     """Tokens [start, stop) and why they are trained or not."""
 
     start: int
@@ -85,9 +84,8 @@ class Placer:
                     return self._apart(guarded)
                 if turn.trained == plan.default:
                     continue  # nothing is masked; all that is lost is a prompt for a sample
-                what = f"a token reaches over an end of the {turn.rule}"
-                if not straddles:
-                    what = f"the tokens before the {turn.rule} are not those of its prompt alone"
+                other = f"the tokens before the {turn.rule} are not those of its prompt alone"
+                what = f"a token reaches over an end of the {turn.rule}" if straddles else other
                 raise RecordProblem(f"{what}: its mask cannot be exact", 1)
             first, last = int(start or 0), int(stop or 0)
             prompt_tokens = first if turn.is_answer else prompt_tokens
@@ -155,11 +153,8 @@ class Placer:
         read = self._tokenizer.decode([int(i) for part in parts for i in part.ids])
         if normalize("NFC", read) != normalize("NFC", "".join(texts)):
             raise RecordProblem("with its control tokens escaped the text would read otherwise", 1)
-        return Encoded(
-            np.concatenate([part.ids for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.stops for part in parts]),
-        )
+        ids, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return Encoded(ids, starts, stops)
 
     def _apart(self, plan: TurnPlan) -> Document:
         """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RecordProblem."""
@@ -298,45 +293,34 @@ Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _LOOKED_UP = 1 << 18
 
 
+TEXT = np.dtype([(name, "<i8") for name in ("example", "size", "specials")] + [("default", "?"), ("frame", "?", 2)])
+"""A text: its example, its bytes, the control tokens that the template wrote (-1 where that was looked at before),
+whether tokens outside of turns are trained, and whether it has a frame, and an end token in that."""
+TURN = np.dtype([("text", "<i8"), ("start", "<i8"), ("stop", "<i8"), ("trained", "?"), ("answer", "?")])
+"""A turn: the number of its text, where it begins and ends there in bytes, whether it is trained, and is an answer."""
+
+
 class BatchTexts:
     """Texts of a batch with the bytes at which their turns begin and end."""
 
     def __init__(self) -> None:
-        self.examples: list[int] = []
-        self.pieces: list[str] = []
-        self.sizes: list[int] = []
-        self.default: list[bool] = []
-        self.framed: list[bool] = []
-        self.ends: list[bool] = []
-        self.specials: list[int] = []
-        """Control tokens that the template wrote; -1 where that was looked at before."""
-        self.piece_stops: list[int] = []
-        self.text: list[int] = []
-        self.start: list[int] = []
-        self.stop: list[int] = []
-        self.trained: list[bool] = []
-        self.answer: list[bool] = []
-        self.prompt: list[str] = []
-        """Text before an answer, from the last control token on; empty where the turn is no answer."""
+        self.texts: list[str] = []
+        self.rows: list[tuple[int, int, int, bool, tuple[bool, bool]]] = []
+        """TEXT of each text."""
+        self.turns: list[tuple[int, int, int, bool, bool]] = []
+        """TURN[turns]"""
+        self.prompts: list[str] = []
+        """Of each turn the text before it, from the last control token on; empty where it is no answer."""
 
-    def close(self, example: int, size: int, default: bool, specials: int, frame: tuple[bool, bool]) -> None:
-        """End a text whose pieces and turns have been added; `frame`: whether it has one, and an end token in it."""
-        self.piece_stops.append(len(self.pieces))
-        self.examples.append(example)
-        self.sizes.append(size)
-        self.default.append(default)
-        self.framed.append(frame[0])
-        self.ends.append(frame[1])
-        self.specials.append(specials)
+    def add(self, text: str, example: int, size: int, specials: int, default: bool, frame: tuple[bool, bool]) -> None:
+        """Add a text, whose turns have been added; what is known of it is as in TEXT."""
+        self.texts.append(text)
+        self.rows.append((example, size, specials, default, frame))
 
     def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:
-        """Add a turn of the text that is open, by its bytes."""
-        self.text.append(len(self.examples))
-        self.start.append(span[0])
-        self.stop.append(span[1])
-        self.trained.append(trained)
-        self.answer.append(answer)
-        self.prompt.append(prompt)
+        """Add a turn of the text that is added next, by its bytes."""
+        self.turns.append((len(self.texts), *span, trained, answer))
+        self.prompts.append(prompt)
 
 
 @dataclass(frozen=True)
@@ -364,8 +348,7 @@ class Flat:
         return np.diff(np.searchsorted(np.concatenate([np.empty(0, dtype=np.int64), *found]), self.offsets))
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(NamedTuple):
     """The turns of a batch by tokens."""
 
     text: Ints
@@ -374,19 +357,22 @@ class Turns:
     """One after the last token."""
     straddles: npt.NDArray[np.bool_]
     """Whether a token reaches over an end."""
+    trained: npt.NDArray[np.bool_]
+    answer: npt.NDArray[np.bool_]
 
     @staticmethod
     def of(texts: BatchTexts, flat: Flat) -> "Turns":
         """Find the tokens at which the turns of `texts` begin and end."""
-        text = np.array(texts.text, dtype=np.int64)
+        turns = np.array(texts.turns, dtype=TURN)
+        text = np.ascontiguousarray(turns["text"])
         base = flat.edges[flat.offsets[:-1]][text]
         top = len(flat.edges) - 1
         # Of the edges' own type: else they would all be converted to find a few among them.
-        starts, stops = base + np.array(texts.start, dtype=base.dtype), base + np.array(texts.stop, dtype=base.dtype)
+        starts, stops = (base + turns[name].astype(base.dtype) for name in ("start", "stop"))
         first = np.minimum(np.searchsorted(flat.edges, starts), top)
         last = np.minimum(np.searchsorted(flat.edges, stops), top)
         straddles = (flat.edges[first] != starts) | (flat.edges[last] != stops)
-        return Turns(text, first, last, straddles)
+        return Turns(text, first, last, straddles, turns["trained"], turns["answer"])
 
     def follow(self, which: Ints, flat: Flat, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Whether `ids` stand before each of the turns, in its own text."""
@@ -463,25 +449,23 @@ class EncodedBatch:
 
 def joined(batch: EncodedBatch | None, placed: dict[int, list[Document]]) -> EncodedBatch:
     """One batch of documents that were encoded together and others, by the order of their examples."""
-    extra = [i for i in sorted(placed) for _ in placed[i]]
-    documents = [document for i in sorted(placed) for document in placed[i]]
-    ids = [document.input_ids.astype(np.uint32) for document in documents]
-    trained = [document.trained for document in documents]
-    lengths = np.array([len(part) for part in ids], dtype=np.int64)
-    prompts = np.array([document.prompt_tokens for document in documents], dtype=np.uint32)
-    records = np.array(extra, dtype=np.int64)
-    if batch is not None and not extra:
+    if batch is None:
+        nothing = np.empty(0, dtype=np.int64)
+        none, no_flags = nothing.astype(np.uint32), nothing.astype(np.bool_)
+        batch = EncodedBatch(none, no_flags, offsets_of(nothing), none, nothing)
+    if not placed:
         return batch
-    if batch is not None:
-        ids, trained = [batch.input_ids, *ids], [batch.trained, *trained]
-        lengths = np.concatenate([np.diff(batch.offsets), lengths])
-        prompts = np.concatenate([batch.prompt_tokens, prompts])
-        records = np.concatenate([batch.records, records])
+    documents = [document for i in sorted(placed) for document in placed[i]]
+    facts = [(i, len(each.input_ids), each.prompt_tokens) for i in sorted(placed) for each in placed[i]]
+    own, sizes, prompts = np.array(facts, dtype=np.int64).T
+    ids = np.concatenate([batch.input_ids, *(document.input_ids.astype(np.uint32) for document in documents)])
+    trained = np.concatenate([batch.trained, *(document.trained for document in documents)])
+    lengths = np.concatenate([np.diff(batch.offsets), sizes])
+    records = np.concatenate([batch.records, own])
     order = np.argsort(records, kind="stable")
-    starts = offsets_of(lengths)[:-1][order]
-    offsets, at = offsets_of(lengths[order]), ranges(starts, lengths[order])
-    flat_ids = np.concatenate([np.empty(0, dtype=np.uint32), *ids])
-    flat_trained = np.concatenate([np.empty(0, dtype=np.bool_), *trained])
-    return EncodedBatch(
-        flat_ids[at], flat_trained[at], offsets, prompts[order], records[order], fast=0 if batch is None else batch.fast
-    )
+    at = ranges(offsets_of(lengths)[:-1][order], lengths[order])
+    prompts = np.concatenate([batch.prompt_tokens, prompts.astype(np.uint32)])[order]
+    return replace(
+        batch, input_ids=ids[at], trained=trained[at], offsets=offsets_of(lengths[order]), prompt_tokens=prompts,
+        records=records[order],
+    )  # fmt: skip

@@ -4,6 +4,7 @@ The rendered text, hence the token ids, equal those of `apply_chat_template`; tr
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -27,6 +28,7 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Variables by which templates let their caller choose whether the prompt opens a thought."""
 
+_MARKS = re.compile(f"([{OPEN}{CLOSE}])")
 _PROBES = ("the question", "the answer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _HINT = "set tokenizer.chat_template to a template that you trust; docs/security.md has the limits"
@@ -77,20 +79,16 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render and return the character spans [start, stop) of the template's generation blocks, in order."""
-        pieces: list[str] = []
         spans: list[tuple[int, int]] = []
-        length = opened = 0
-        text = self._render(self._as_read(messages), False, tools)
-        while text:
-            stop = next((i for i, char in enumerate(text) if char in (OPEN, CLOSE)), len(text))
-            pieces.append(text[:stop])
-            length += stop
-            if text[stop : stop + 1] == OPEN:
-                opened = length
-            elif text[stop : stop + 1] == CLOSE:
-                spans.append((opened, length))
-            text = text[stop + 1 :]
-        return "".join(pieces), spans
+        text, opened = "", 0
+        for piece in _MARKS.split(self._render(self._as_read(messages), False, tools)):
+            if piece == OPEN:
+                opened = len(text)
+            elif piece == CLOSE:
+                spans.append((opened, len(text)))
+            else:
+                text += piece
+        return text, spans
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -150,13 +148,10 @@ class ChatTemplate:
         self._sandbox.meter.begin(len(messages))
         try:
             return self._template.render(
-                **self._special_tokens,
-                **variables,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=None if tools is None else list(tools),
-                documents=None,
+                **self._special_tokens, **variables, messages=[_with_reasoning(message) for message in messages],
+                tools=None if tools is None else list(tools), documents=None,
                 add_generation_prompt=add_generation_prompt,
-            )
+            )  # fmt: skip
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             refused: TunerError = DataError(f"{self.name} refuses these messages: {_said(error)}")
             if self._sandbox.meter.given_up():
@@ -173,8 +168,7 @@ class ChatTemplate:
         return kind(f"{self.name} goes beyond its limits{' again and again' * given_up}: {what}", hint=_HINT)
 
     def _compiled(self) -> Template:
-        meter = self._sandbox.meter
-        meter.begin()
+        self._sandbox.meter.begin()
         try:
             return self._sandbox.from_string(self._sandbox.metered(self.source))
         except LimitError as error:
@@ -206,11 +200,8 @@ def named_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
     As for transformers, files go before `chat_template` in `tokenizer_config.json`: a text, or several by name.
     """
     try:
-        found = {
-            name: files[path].decode()
-            for name, path in (("default", TEMPLATE_FILE), ("tool_use", TOOL_TEMPLATE_FILE))
-            if path in files
-        }
+        places = {"default": TEMPLATE_FILE, "tool_use": TOOL_TEMPLATE_FILE}
+        found = {name: files[path].decode() for name, path in places.items() if path in files}
     except UnicodeDecodeError as error:
         raise DataError(f"a chat template of the tokenizer: {error}") from error
     value = config.get("chat_template")

@@ -63,23 +63,16 @@ class TemplateLayout(NamedTuple):
     default: bool
     specials: int
     """Control tokens in the parts: one more in a record's ids was written out by a user."""
-    is_ascii: bool
     literals: tuple[str, ...]
     strips: tuple[tuple[str, str | None], ...]
     notes: tuple[str, ...]
 
     def fits(self, contents: Sequence[str]) -> bool:
         """Whether the template would treat `contents` as it treated the spies."""
-        for content in contents:
-            if not content:
-                return False
-            for method, chars in self.strips:
-                if getattr(content, method)(chars) != content:
-                    return False
-            for literal in self.literals:
-                if literal in content:
-                    return False
-        return True
+        together = "\0".join(contents)  # a literal that stands over an end of one costs a render alone
+        if not all(contents) or any(literal in together for literal in self.literals):
+            return False
+        return all(getattr(content, method)(chars) == content for method, chars in self.strips for content in contents)
 
     def part_starts(self, sizes: Sequence[int]) -> list[int]:
         """Return the byte at which each part starts, for contents of `sizes` bytes."""
@@ -134,17 +127,10 @@ class TemplateLayouts:
                 return None
             first, last = (len(parts[part][:at].encode()) for part, at in (start, stop))
             marks.append(LayoutMark(start[0], first, stop[0], last, turn.trained, turn.is_answer, prompt))
-        return TemplateLayout(
-            parts=parts,
-            part_bytes=tuple(len(part.encode()) for part in parts),
-            marks=tuple(marks),
-            default=plan.default,
-            specials=sum(len(self._tokenizer.specials(part)) for part in parts),
-            is_ascii=all(part.isascii() for part in parts),
-            literals=tuple(sorted(asked.literals)),
-            strips=tuple(sorted(asked.strips, key=repr)),
-            notes=plan.notes,
-        )
+        part_bytes = tuple(len(part.encode()) for part in parts)
+        specials = sum(len(self._tokenizer.specials(part)) for part in parts)
+        literals, strips = tuple(sorted(asked.literals)), tuple(sorted(asked.strips, key=repr))
+        return TemplateLayout(parts, part_bytes, tuple(marks), plan.default, specials, literals, strips, plan.notes)
 
     def _prompt(self, text: str, start: int, edges: list[int]) -> str | None:
         """The constant text from the last control token before `start`; None where a content is in between."""

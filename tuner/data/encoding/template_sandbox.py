@@ -36,24 +36,6 @@ _SHORT_TEXT = 1024
 _STREAMED = names("streamed")
 """What these give is counted one by one, so that a chat of any length passes."""
 _TEXTS = names("texts")
-TEXT_FILTERS = _TEXTS - {"safe"} | {"tojson"}
-"""Filters that give a text whatever they are given."""
-
-
-def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., Any]]:
-    """The filters of a sandbox."""
-    found: dict[str, Callable[..., Any]] = {name: DEFAULT_FILTERS[name] for name in names("free")}
-    bounded = _STREAMED | _TEXTS | names("listed")
-    found |= {name: _bounded_filter(name, DEFAULT_FILTERS[name], meter) for name in bounded}
-    found["tojson"], found["sum"] = partial(_tojson, meter), partial(_sum, environment, meter)
-    return found
-
-
-def bounded_tests(meter: Meter) -> dict[str, Callable[..., Any]]:
-    """The tests of a sandbox."""
-    tests: dict[str, Any] = {**DEFAULT_TESTS}
-    found: dict[str, Callable[..., Any]] = {name: tests[name] for name in names("free_tests")}
-    return found | {name: _bounded_test(name, tests[name], meter) for name in names("tests")}
 
 
 def _bounded_filter(name: str, function: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
@@ -96,7 +78,7 @@ def _measured(meter: Meter, value: Any, is_text: bool) -> Any:
     return value
 
 
-def _bounded_test(name: str, function: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
+def _bounded_test(name: str, function: Any, meter: Meter) -> Callable[..., Any]:
     at = int(hasattr(function, "jinja_pass_arg"))
 
     @wraps(function)
@@ -147,8 +129,9 @@ def _sum(environment: Any, meter: Meter, values: Any, attribute: Any = None, sta
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them."""
 _STEP, _TEXT, _JOIN, _WEIGH, _KEY, _CUT = "+step", "+text", "+join", "+weigh", "+key", "+cut"
-_SMALL, _SHORT, _SMALL_INT = 1 << 10, 1 << 8, 1 << 62
-_ALWAYS_TEXT = frozenset({*TEXT_FILTERS, _JOIN})
+_SHORT, _SMALL_INT = 1 << 8, 1 << 62
+_ALWAYS_TEXT = _TEXTS - {"safe"} | {"tojson", _JOIN}
+"""Filters that give a text whatever they are given."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -163,16 +146,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.meter = meter = Meter()
         self.code_generator_class = _Code
-        self.filters = bounded_filters(self, meter)
-        self.tests = bounded_tests(meter)  # type: ignore[assignment]
-        own: dict[str, Callable[..., Any]] = {
-            _STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _WEIGH: self._weigh, _KEY: self._weigh,
-            _CUT: self._cut,
-        }  # fmt: skip
-        self.filters.update(own)
+        bounded = _STREAMED | _TEXTS | names("listed")
+        self.filters = {name: DEFAULT_FILTERS[name] for name in names("free")}
+        self.filters |= {name: _bounded_filter(name, DEFAULT_FILTERS[name], meter) for name in bounded}
+        self.filters |= {"tojson": partial(_tojson, meter), "sum": partial(_sum, self, meter)}
+        self.tests = {name: DEFAULT_TESTS[name] for name in names("free_tests")}
+        self.tests |= {name: _bounded_test(name, DEFAULT_TESTS[name], meter) for name in names("tests")}
+        self.filters |= {_STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _CUT: self._cut}
+        self.filters |= dict.fromkeys((_WEIGH, _KEY), self._weigh)
         self.globals["dict"], self.globals["namespace"] = _Dict(), _Namespace
         self.globals.pop("lipsum")
-        self.concat = self._concat  # type: ignore[method-assign]  # compiled templates take it from here
 
     def metered(self, source: str) -> nodes.Template:
         """Parse a source, and let what it does be counted. LimitError, TemplateError."""
@@ -190,7 +173,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute, where the result is within limits."""
-        if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < _SMALL:
+        if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < _SHORT_TEXT:
             return left + right  # as most are
         return self.operate(operator, left, right)
 
@@ -231,16 +214,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """The sandbox's `format` of a text, within limits."""
-        if type(value) not in (BuiltinMethodType, MethodType):
-            return None
-        inner = super().wrap_str_format(value)
+        inner = super().wrap_str_format(value) if type(value) in (BuiltinMethodType, MethodType) else None
         if inner is None:
             return None
-        text, meter, bare = value.__self__, self.meter, inner
 
         def limited(*args: Any, **kwargs: Any) -> str:
-            meter.formatted(text, "{", (*args, *kwargs.values()))
-            return bare(*args, **kwargs)
+            self.meter.formatted(value.__self__, "{", (*args, *kwargs.values()))
+            return inner(*args, **kwargs)
 
         return limited
 
@@ -263,7 +243,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             meter.weigh(args)
         return super().call(context, obj, *args, **kwargs)
 
-    def _concat(self, parts: Iterable[str]) -> str:
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join what a compiled template writes. LimitError."""
         pieces = parts if isinstance(parts, list) else list(parts)
         self.meter.chars(sum(map(str.__len__, pieces)))
         return "".join(pieces)
@@ -430,12 +411,11 @@ def _is_text(node: Node) -> bool:
 class _Namespace(Namespace):
     """jinja2's namespace without underscore names, which could reach CPython's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, rest = args[0], args[1:]
-        values = dict(*rest, **kwargs)
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
         for name in values:
             _refuse_underscore(name)
-        Namespace.__init__(self, values)
+        super().__init__(values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_underscore(name)

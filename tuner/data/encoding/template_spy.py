@@ -69,8 +69,7 @@ class TemplateSpy(str):
     def make(text: str, asked: Asked, joined: bool = False) -> "TemplateSpy":
         """Return a spy of `text` that notes into `asked`."""
         spy = TemplateSpy(text)
-        spy.asked = asked
-        spy.joined = joined
+        spy.asked, spy.joined = asked, joined
         return spy
 
     def with_mark(self, mark: str) -> "TemplateSpy":

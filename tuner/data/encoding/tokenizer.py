@@ -10,12 +10,11 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -179,8 +178,7 @@ def with_control_tokens(
     lacking = [token for token in controls if token not in given and before.token_to_id(token) is None]
     added = {int(entry["id"]): entry for entry in spec.get("added_tokens") or []}
     ids = ((token, before.token_to_id(token)) for token in controls)
-    there = {token: number for token, number in ids if number is not None}
-    ordinary = {token: number for token, number in there.items() if not added.get(number, {}).get("special")}
+    ordinary = {token: n for token, n in ids if n is not None and not added.get(n, {}).get("special")}
     for token, number in ordinary.items():
         facts = {**_FACTS, **added.get(number, {}), "content": token, "special": True}
         facts.pop("id", None)
@@ -247,8 +245,7 @@ _OTHERS = ", ".join(name for name in CHAT_TEMPLATES if name != "chatml")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Token ids of a text and the characters each covers: int64[n] ids, starts and stops (exclusive)."""
 
     ids: npt.NDArray[np.int64]
@@ -264,13 +261,8 @@ class TextTokenizer:
     """
 
     def __init__(
-        self,
-        files: Mapping[str, bytes],
-        chat_template: str | None = None,
-        model_eos_ids: Sequence[int] = (),
-        now: datetime | None = None,
-        new_ids: range = range(0),
-        loaded_as: dict[str, Any] | None = None,
+        self, files: Mapping[str, bytes], chat_template: str | None = None, model_eos_ids: Sequence[int] = (),
+        now: datetime | None = None, new_ids: range = range(0), loaded_as: dict[str, Any] | None = None,
         origin: str = "",
     ) -> None:
         """Build from a tokenizer directory's files by name.
@@ -503,8 +495,7 @@ class TextTokenizer:
 def _text_frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
     # tokenizer.json decides alone: transformers too leaves add_bos_token and add_eos_token unread next to one.
     encoding = backend.encode("a", add_special_tokens=True)
-    added = np.array(encoding.special_tokens_mask, dtype=bool)
-    body = np.flatnonzero(~added)
+    body = np.flatnonzero(~np.array(encoding.special_tokens_mask, dtype=bool))
     if len(body) == 0:
         return [], []
     return encoding.ids[: int(body[0])], encoding.ids[int(body[-1]) + 1 :]
@@ -524,10 +515,6 @@ def _encoded(encoding: Encoding) -> Encoded:
 
 def declared_special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by their names, such as `bos_token`, as tokenizer_config.json or the older file names them."""
-    tokens: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name) or special_map.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+    given = ((name, config.get(name) or special_map.get(name)) for name in SPECIAL_NAMES)
+    named = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in given)
+    return {name: token for name, token in named if isinstance(token, str)}

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
@@ -59,10 +59,8 @@ def load_tokenizer(
     tokens that a named template writes and the tokenizer lacks are added to it, after those of the recipe. Raises
     DataError where the files are missing or wrong, PluginError for such code.
     """
-    template, named = None, None
-    if tokenizer.chat_template is not None:
-
-        template, named = template_source(tokenizer.chat_template), named_template(tokenizer.chat_template)
+    template = None if tokenizer.chat_template is None else template_source(tokenizer.chat_template)
+    named = named_template(tokenizer.chat_template)
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
@@ -325,12 +323,10 @@ def _model_config(model_path: str, revision: str | None) -> bytes | None:
 
 
 def _model_eos_ids(directory: Path) -> list[int]:
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
-            value = disk.read_json(directory / name).get("eos_token_id")
-            ids += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and i not in ids]
-    return ids
+    paths = (directory / name for name in ("generation_config.json", "config.json"))
+    values = [disk.read_json(path).get("eos_token_id") for path in paths if path.is_file()]
+    every = (i for value in values for i in (value if isinstance(value, list) else [value]))
+    return list(dict.fromkeys(i for i in every if isinstance(i, int)))
 
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "templates"
@@ -338,8 +334,7 @@ _CONTROL_TOKENS = DIRECTORY / "control_tokens.json"
 """The control tokens that each template writes, besides the tokenizer's own bos_token and eos_token."""
 
 
-@dataclass(frozen=True)
-class NamedTemplate:
+class NamedTemplate(NamedTuple):
     """A built-in template."""
 
     name: str
@@ -361,8 +356,7 @@ def named_template(name: str | None) -> NamedTemplate | None:
     if name not in CHAT_TEMPLATES:
         return None
     source = (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
-    tokens = json.loads(_CONTROL_TOKENS.read_bytes())
-    return NamedTemplate(name, source, tuple(tokens.get(name, ())))
+    return NamedTemplate(name, source, tuple(json.loads(_CONTROL_TOKENS.read_bytes()).get(name, ())))
 
 
 def template_source(name_or_path: str) -> str:

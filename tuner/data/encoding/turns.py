@@ -301,22 +301,21 @@ def _lacks_calls(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
     return any(text.count(name) < count + (name in declared) for name, count in calls.items())
 
 
-def _missing(message: Mapping[str, Any], text: str) -> list[str]:
-    notes = []
+def _missing(message: Mapping[str, Any], text: str) -> Iterator[str]:
     content, thought = message.get("content"), reasoning_of(message)
     if isinstance(thought, str) and not _stands(thought, text):
-        notes.append(SHORTENED)
+        yield SHORTENED
     if isinstance(content, str) and not _stands(plain(content), text):
         *thoughts, answer = _THOUGHT_TAG.split(plain(content))
         if not _stands(answer, text):
-            notes.append(f"{CONTENT_NOT_SHOWN}: {message['role']}")
+            yield f"{CONTENT_NOT_SHOWN}: {message['role']}"
         elif not all(_stands(part, text) for part in thoughts):
-            notes.append(SHORTENED)
+            yield SHORTENED
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if not all(_words_stand([call.get("name"), call.get("arguments")], text) for call in calls):
-        notes.append(CALLS_NOT_SHOWN)
+        yield CALLS_NOT_SHOWN
     others = sorted(key for key in message.keys() - _KNOWN_FIELDS if not _words_stand(message[key], text))
-    return [*notes, *(f"{FIELD_NOT_SHOWN}: {key}" for key in others)]
+    yield from (f"{FIELD_NOT_SHOWN}: {key}" for key in others)
 
 
 def _stands(words: str, text: str) -> bool:

@@ -57,10 +57,7 @@ def learned_answer(value: Record, key: str, other: str | None, format: str) -> A
 
 
 def _parts(
-    value: Record,
-    keys: Sequence[str],
-    format: str,  # noqa: A002 (the recipe's word)
-    learned: bool = False,
+    value: Record, keys: Sequence[str], format: str, learned: bool = False  # noqa: A002 (the recipe's word)
 ) -> tuple[RecordPrompt, Sequence[_Answer]]:
     """The prompt, a text or messages, and each answer to it in the same form; of one that is learned that alone."""
     prompt = _prompt(value, format)
@@ -107,10 +104,7 @@ def _is_whole(answer: _Answer) -> bool:
 
 
 def _prompt(value: Record, format: str) -> RecordPrompt:  # noqa: A002 (the recipe's word)
-    keys = PROMPTS.values() if format == "auto" else (PROMPTS[format],)
-    key = next((key for key in keys if value.get(key) is not None), None)
-    if key is None and format == "sharegpt" and value.get("messages") is not None:
-        key = "messages"
+    key = _prompt_key(value, format)
     if key is None:
         return RecordPrompt(None, None)
     if key == "instruction":
@@ -284,7 +278,7 @@ def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002
         if format in {"auto", form} and value.get(answer) is not None and value.get(PROMPTS[form]) is not None:
             return Labelled(compared_answers(value, (answer,), form)[0], bool(found))
     for form in ("messages", "sharegpt"):
-        if format in {"auto", form} and (place := _turns_key(value, form)) is not None:
+        if format in {"auto", form} and (place := _prompt_key(value, form)) is not None:
             return Labelled(_last_answer(value, place, format), bool(found))
     raise RecordProblem("no messages, conversations, prompt + completion or instruction + output next to the label", 1)
 
@@ -294,9 +288,9 @@ def _check_form(format: str) -> None:  # noqa: A002 (the recipe's word)
         raise RecordProblem(f"rows of format {format} have no answers to a prompt", 1, hint="format: auto")
 
 
-def _turns_key(value: Record, form: str) -> str | None:
-    """Where a record has its turns; the form sharegpt reads messages too."""
-    keys = (PROMPTS[form], "messages") if form == "sharegpt" else (PROMPTS[form],)
+def _prompt_key(value: Record, format: str) -> str | None:  # noqa: A002 (the recipe's word)
+    """Where a record has its prompt or its turns; the form sharegpt reads messages too."""
+    keys = {"auto": [*PROMPTS.values()], "sharegpt": [PROMPTS["sharegpt"], "messages"]}.get(format) or [PROMPTS[format]]
     return next((key for key in keys if value.get(key) is not None), None)
 
 

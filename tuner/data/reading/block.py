@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from tuner.data.reading.problems import RecordProblem, first_line
-from tuner.data.sources import SourceFile, file_error
+from tuner.data.sources import SourceFile, source_errors
 from tuner.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -97,12 +97,10 @@ def text_of(block: Block) -> bytes:
 
 def open_stream(file: SourceFile) -> BinaryIO:
     """Open a file for buffered reading from its start. DataError, also from later reads: truncated, corrupt, a bomb."""
-    try:
+    with source_errors(file):
         if not file.compression:
             return file.path.open("rb", buffering=_BUFFER_BYTES)
         return cast(BinaryIO, io.BufferedReader(_Inflated(file), _BUFFER_BYTES))
-    except OSError as error:
-        raise file_error(file, error) from error
 
 
 class _Inflated(io.RawIOBase):

@@ -21,7 +21,7 @@ from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import read_as
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
-from tuner.data.sources import Kind, SourceFile, file_error
+from tuner.data.sources import Kind, SourceFile, source_errors
 
 __all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]
 Cut = Callable[[SourceFile], Iterator[Block]]
@@ -37,26 +37,21 @@ _WAYS: dict[Kind, tuple[Cut, Records]] = {
 
 def blocks(file: SourceFile) -> Iterator[Block]:
     """Cut a file, reading it in bounded memory. DataError where it cannot be read on."""
-    try:
+    with source_errors(file):
         yield from _sliced(file) if file.part else _WAYS[file.kind][0](file)
-    except OSError as error:
-        raise file_error(file, error) from error
 
 
 def records_of(block: Block) -> Iterator[RawRecord]:
     """Yield the records of a block; unreadable ones carry their problem. DataError where the file cannot be read."""
-    try:
+    with source_errors(block.file):
         yield from islice(_WAYS[block.file.kind][1](block), *(block.taken or (0, None)))
-    except OSError as error:
-        raise file_error(block.file, error) from error
 
 
 def _sliced(file: SourceFile) -> Iterator[Block]:
     """The blocks of a slice, and those before it, of which no record is read: lines are counted from the first."""
     cut, records = _WAYS[file.kind]
-    total = UNCOUNTED
-    if re.search("[%-]", file.part):
-        total = sum(_records_in(block, records) for block in cut(file))
+    is_counted = re.search("[%-]", file.part) is not None
+    total = sum(_records_in(block, records) for block in cut(file)) if is_counted else UNCOUNTED
     start, stop = records_in(file.part, total, file.name) or (0, total)
     for block in cut(file):
         count = _records_in(block, records)
@@ -98,10 +93,8 @@ def lines_in(block: Block) -> int:
     """Lines of a block, blank ones counted; records where a line is a record. DataError."""
     if block.lines is not None:
         return block.lines
-    try:
+    with source_errors(block.file):
         return sum(part.count(b"\n") for part in parts(block))
-    except OSError as error:
-        raise file_error(block.file, error) from error
 
 
 def position_of(record: RawRecord, problem: RecordProblem) -> tuple[int, int]:

@@ -105,10 +105,8 @@ def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 def hub_files(name: str, split: str) -> tuple[tuple[Path, ...], int]:
     """Return the cached Arrow files of a whole split, fetched where they are not, and its records. MachineError."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FETCH, name, split], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _FETCH, name, split]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

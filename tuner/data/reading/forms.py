@@ -59,10 +59,9 @@ def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
 
 def refuse_media(value: Mapping[str, Any], path: KeyPath = ()) -> None:
     """Refuse what has images, audio or video. RecordProblem."""
-    if not _MEDIA_KEYS.isdisjoint(value):
-        for key in MEDIA:
-            if value.get(key):
-                raise RecordProblem(NO_MEDIA, path=(*path, key))
+    for key in MEDIA if not _MEDIA_KEYS.isdisjoint(value) else ():
+        if value.get(key):
+            raise RecordProblem(NO_MEDIA, path=(*path, key))
 
 
 def turn_of(value: dict[str, Any], path: KeyPath) -> Message:
@@ -182,9 +181,8 @@ def _call(value: Any, path: KeyPath) -> Message:
         function.pop("type", None)
     if not isinstance(function.get("name"), str):
         raise RecordProblem("a tool call has a name", path=path)
-    parameters = function.pop("parameters", None)
-    arguments = function.get("arguments")
-    arguments = next((item for item in (arguments, parameters) if item is not None), {})
+    given = function.get("arguments"), function.pop("parameters", None)
+    arguments: Any = next((item for item in given if item is not None), {})
     if isinstance(arguments, str):
         arguments = _object_in(arguments)
     elif not isinstance(arguments, dict):
@@ -218,12 +216,7 @@ _MAX_ID = 2**32 - 1
 def listed(value: Record, key: str) -> Any:
     """The value at a key; a list written as JSON text, as a CSV file has to, is read. RecordProblem."""
     item = value[key]
-    if isinstance(item, str) and item.lstrip()[:1] == "[":
-        try:
-            return strict_json(item)
-        except RecordProblem as problem:
-            raise RecordProblem(f"{key}: {problem.reason}", path=(key,)) from problem
-    return item
+    return _parsed(item, (key,)) if isinstance(item, str) and item.lstrip()[:1] == "[" else item
 
 
 def items_of(value: Record, key: str) -> list[Any]:
@@ -243,11 +236,10 @@ def turns_of(value: Record, key: str, by_speaker: bool = False) -> list[Message]
     """
     turns = []
     for i, item in enumerate(items_of(value, key)):
-        if not isinstance(item, dict) or item.get("role") is not None:
-            turns.append(message_of(item, (key, i), by_speaker))
-        elif item.get("from") is not None:
+        has_no_role = isinstance(item, dict) and item.get("role") is None
+        if has_no_role and item.get("from") is not None:
             turns.append(turn_of(item, (key, i)))
-        elif key == "conversations":
+        elif has_no_role and key == "conversations":
             raise RecordProblem("a turn has from and value", path=(key, i))
         else:
             turns.append(message_of(item, (key, i), by_speaker))
@@ -274,8 +266,7 @@ def from_alpaca(value: Record) -> Example:
     for i, message in enumerate(question[:-1]):
         if is_silent(message) and message["role"] == "assistant":
             raise RecordProblem("an answer is empty: no word and no tool call", path=("history", i // 2, 1))
-    answer = check_text(value["output"], ("output",))
-    return conversation(value, [*question, said_by("assistant", answer)])
+    return conversation(value, [*question, said_by("assistant", check_text(value["output"], ("output",)))])
 
 
 def from_text(value: Record) -> Example:

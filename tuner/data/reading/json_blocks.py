@@ -63,20 +63,19 @@ class Elements:
     def __iter__(self) -> Iterator[Element]:
         """Yield the values. DataError where the stream is no array, or ends inside of one: nothing after is found."""
         self.first()
-        if self.array:
-            self._step(b"[")
-            if self._peek() == b"]":
-                self._step(b"]")
-                self._end()
-                return
-        while self.array or self._peek():
+        if not self.array:
+            while self._peek():
+                yield self._element()
+            return
+        self._step(b"[")
+        more = self._peek() != b"]"
+        while more:
             yield self._element()
-            if self.array and self._peek() != b",":
-                self._step(b"]")
-                self._end()
-                return
-            if self.array:
+            if more := self._peek() == b",":
                 self._step(b",")
+        self._step(b"]")
+        if found := self._peek():
+            self._fail(f"expected the end of the file after the array, got {_shown(found)}")
 
     def first(self) -> bytes:
         """The first byte of the stream that is no blank; empty where there is none."""
@@ -123,9 +122,6 @@ class Elements:
             self._fail(f"expected {wanted.decode()!r}, got {_shown(found)}")
         self._pass(self._at + 1)
 
-    def _end(self) -> None:
-        if found := self._peek():
-            self._fail(f"expected the end of the file after the array, got {_shown(found)}")
 
     def _fail(self, reason: str) -> None:
         raise DataError(
@@ -286,10 +282,7 @@ def json_records(block: Block) -> Iterator[RawRecord]:
 
 def _line_records(block: Block) -> Iterator[RawRecord]:
     for number, line in enumerate(_json_lines(block), 1):
-        raw = line
-        if number == 1 and block.index == 0:
-            raw = raw.removeprefix(BOM)
-        raw = raw.rstrip(b"\r\n")
+        raw = (line.removeprefix(BOM) if number == 1 and block.index == 0 else line).rstrip(b"\r\n")
         if len(raw) > LINE_BYTES or number - 1 in block.cut:
             yield _too_long(number, raw, 1)
         elif raw.strip(b" \t"):

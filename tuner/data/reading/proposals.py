@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -47,8 +47,7 @@ class ProposedReading:
             return None
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A reading under which a record is an example, and what of its text is left out."""
 
     reading: ProposedReading
@@ -137,8 +136,7 @@ def reading_for(records: Sequence[Record], chats: bool) -> ProposedReading:
     typical = _typical({}, records)
     kinds: tuple[ExampleKind, ...] = ("preference", "unpaired", "sft")
     mapped = (candidate for kind in kinds for candidate in _candidates(typical, kind, ProposedReading(kind), chats))
-    readings = [*map(ProposedReading, kinds), *mapped]
-    best = max(readings, key=lambda reading: _used(reading, records))
+    best = max([*map(ProposedReading, kinds), *mapped], key=lambda reading: _used(reading, records))
     return best if _used(best, records) else ProposedReading("sft")
 
 

@@ -32,9 +32,7 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
 
 
 def parse_compared(
-    value: Record,
-    kind: Literal["preference", "unpaired"],
-    format: str = "auto",  # noqa: A002 (the recipe's word)
+    value: Record, kind: Literal["preference", "unpaired"], format: str = "auto",  # noqa: A002 (the recipe's word)
     columns: Mapping[str, str] = _NO_COLUMNS,
 ) -> Compared:
     """Return the pair of answers in a record, or the answer with its label; otherwise as `parse_record`."""
@@ -124,15 +122,11 @@ def _refuse_compared(value: Record) -> None:
 def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | None:
     """Return the form of a record by its keys; None for one of no form. RecordProblem."""
     value = _renamed(value, columns) if columns else value
-    matching = (name for name, form in FORMS.items() if all(value.get(key) is not None for key in form.keys))
-    return next(matching, None)
+    return next((name for name, form in FORMS.items() if all(value.get(key) is not None for key in form.keys)), None)
 
 
 def form_read(
-    value: Record,
-    example: Learned,
-    format: str,
-    columns: Sequence[tuple[str, str]],  # noqa: A002
+    value: Record, example: Learned, format: str, columns: Sequence[tuple[str, str]]  # noqa: A002 (as above)
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
     if (found := BY_TYPE.get(type(answers_of(example)[0]))) is not None:
@@ -140,10 +134,8 @@ def form_read(
     if format != "auto":
         return format
     told = ((form.keys[0], name) for name, form in FORMS.items() if name not in BY_TYPE.values())
-    for key, name in told:
-        if value.get(key) is not None or (columns and any(key == ours for ours, _ in columns)):
-            return name
-    return "prompt_completion"
+    forms = (name for key, name in told if value.get(key) is not None or any(key == ours for ours, _ in columns))
+    return next(forms, "prompt_completion")
 
 
 def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
@@ -217,9 +209,7 @@ FORMS: dict[str, RecordForm] = {
     "messages": RecordForm(("messages",), lambda value: from_turns(value, "messages"), _OF_CHATS),
     "sharegpt": RecordForm(("conversations",), from_turns, _OF_CHATS),
     "prompt_completion": RecordForm(
-        ("prompt", "completion"),
-        lambda value: learned_answer(value, "completion", None, "prompt_completion"),
-        _OF_CHATS,
+        ("prompt", "completion"), lambda row: learned_answer(row, "completion", None, "prompt_completion"), _OF_CHATS
     ),
     "alpaca": RecordForm(("instruction", "output"), from_alpaca, ("input", "history", *_OF_CHATS)),
     "text": RecordForm(("text",), from_text),

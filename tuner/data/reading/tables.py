@@ -51,14 +51,8 @@ def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
 
 
-def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
-    """Yield the rows of an Arrow stream as plain records. One that is no text is a problem."""
-    with pa.ipc.open_stream(data) as reader:
-        for batch in reader:
-            yield from _records(batch)
-
-
 def _records(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | RecordProblem]:
+    """The rows of a batch as plain records. One that is no text is a problem."""
     try:
         return plain_records(batch)
     except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a map that Python has not
@@ -208,7 +202,8 @@ def table_records(block: Block) -> Iterator[RawRecord]:
     if block.problem:
         yield RawRecord(block.start + 1, b"", None, RecordProblem(block.problem), 0)
         return
-    for line, value in enumerate(_values(block.data), block.start + 1):
+    values = (value for batch in pa.ipc.open_stream(block.data) for value in _records(batch))
+    for line, value in enumerate(values, block.start + 1):
         if isinstance(value, RecordProblem):
             yield RawRecord(line, b"", None, value, 0)
             continue
@@ -268,8 +263,7 @@ def _of_dictionary(array: Any, texts: bool) -> int:
 
     values = array.dictionary
     if not _has_lengths(values.type):
-        width = 8 if pa.types.is_primitive(values.type) else unpacked_bytes(values, texts)
-        return len(array) * width
+        return len(array) * (8 if pa.types.is_primitive(values.type) else unpacked_bytes(values, texts))
     return int(pc.sum(pc.take(pc.binary_length(values), array.indices)).as_py() or 0) + 4 * len(array)
 
 
@@ -377,11 +371,9 @@ def _of_struct(fields: dict[str, Any]) -> Decode | None:
     inside = {name: inner for name, values in fields.items() if (inner := _decoder(values)) is not None}
     if not inside and not any(values.null_count for values in fields.values()):
         return None
-    if not inside:
-        return _without_nulls
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
-        plain = _without_nulls(value)
+        plain = {name: item for name, item in value.items() if item is not None}
         for key, of_key in inside.items():
             if key in plain:
                 plain[key] = of_key(plain[key])
@@ -390,8 +382,6 @@ def _of_struct(fields: dict[str, Any]) -> Decode | None:
     return decode
 
 
-def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: item for name, item in value.items() if item is not None}
 
 
 def _of_map(array: Any) -> Decode:

@@ -37,12 +37,8 @@ def text_blocks(file: SourceFile) -> Iterator[Block]:
 
 def _character_start(piece: bytes) -> int:
     """Where the last character of a piece without a line end begins."""
-    cut = len(piece)
-    for _ in range(3):
-        if piece[cut - 1] & 0xC0 != 0x80:
-            break
-        cut -= 1
-    return cut - 1
+    last = len(piece) - 1
+    return next((at for at in range(last, last - 3, -1) if piece[at] & 0xC0 != 0x80), last - 3)
 
 
 def text_records(block: Block) -> Iterator[RawRecord]:
