@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import DataError
-from tuner.evals import compare as module
-from tuner.evals.compare import compare, read_task_results, sign_test
-from tuner.evals.figures import Result, figures_of, read_results, write_results
+from tuner.evals import figures as module
+from tuner.evals.figures import Result, compare, figures_of, read_results, read_task_results, sign_test, write_results
 
 
 def marks(values: list[float]) -> list[Result]:

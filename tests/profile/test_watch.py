@@ -172,8 +172,7 @@ train: {duration: 1 steps, global_batch_size: 16, micro_batch_size: 16, precisio
 ''')
 from tuner.run.launch import launch as launch_run
 from tuner.cli.main import main
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tuner.config.load import Override, load_recipe
 from tuner.errors import MemoryLimitError
 from tuner.run import main as run_main
 from tuner.runtime import memory

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def test_the_best_is_the_lowest_and_the_earlier_of_equals() -> None:
     assert best_after(None, of_b, 4, {"loss": 1.0, "loss/b": 3.0}) == Best("eval/loss/b", 4, 3.0)
     assert best_after(None, of_b, 4, {"loss": 1.0}) is None
     assert first is not None
-    assert best_of(json.loads(json.dumps(first.as_state())), "eval/loss") == first
-    assert best_of(first.as_state(), "eval/loss/b") is None
+    assert best_of(json.loads(json.dumps(asdict(first))), "eval/loss") == first
+    assert best_of(asdict(first), "eval/loss/b") is None
 
 
 def test_the_best_is_the_highest_where_that_is_better() -> None:

@@ -86,8 +86,8 @@ def test_cadences() -> None:
     points = replace(both, at_steps=frozenset({7, 40}))
     assert [s for s in range(1, 101) if points.due_at(s)] == [7, 40, 80]
     assert points.or_of(planning.Cadence((50,))) == planning.Cadence((40, 50), 120.0, frozenset({7, 40}))
-    with pytest.raises(RecipeError, match=r"eval.marks: 101 steps is step 101, the run ends at 100"):
-        mark_steps([Duration.parse("101 steps")], plan, TOKENS, "eval.marks")
+    with pytest.raises(RecipeError, match=r"eval.marks: 120 steps is step 120, the run ends at 100"):
+        mark_steps([Duration.parse("101 steps"), Duration.parse("120 steps")], plan, TOKENS, "eval.marks")
     never = cadence(None, plan, TOKENS)
     assert not never.due_at(40)
     assert not never.due_after(1e9)

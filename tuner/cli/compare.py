@@ -15,7 +15,7 @@ from tuner.rundir.layout import EVALUATIONS
 from tuner.rundir.run_json import is_run
 
 if TYPE_CHECKING:
-    from tuner.evals.compare import Difference
+    from tuner.evals.figures import Difference
 
 
 @command("compare")
@@ -23,7 +23,7 @@ def compare(first: str, second: str, level: float = 0.95) -> Outcome:
     """Compare what two models made of the same items, with paired intervals; B better than A is above zero for acc."""
     if not 0 < level < 1:
         raise RecipeError(f"--level {level:g}: is not between 0 and 1", hint="write --level 0.95")
-    from tuner.evals import compare as pairs  # which loads numpy
+    from tuner.evals import figures as pairs  # which loads numpy
 
     places = [results_of(run_path(path, others=True)) for path in (first, second)]
     found = pairs.compare(pairs.read_task_results(places[0]), pairs.read_task_results(places[1]), level)

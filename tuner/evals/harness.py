@@ -44,13 +44,8 @@ class HarnessTask(ScoredTask):
         named = self._task.task.removeprefix(HARNESS)
         with unchanged_randomness(), naming(f"eval.tasks {self.name} (lm_eval {named})", None, (TunerError,)):
             whole = evaluator.simple_evaluate(
-                model=model,
-                tasks=[named],
-                num_fewshot=self._task.num_fewshot,
-                limit=self._task.max_items,
-                bootstrap_iters=0,
-                apply_chat_template=self._task.chat,
-                log_samples=True,
+                model=model, tasks=[named], num_fewshot=self._task.num_fewshot, limit=self._task.max_items,
+                bootstrap_iters=0, apply_chat_template=self._task.chat, log_samples=True,
             )
         # The harness gives its results to the first process of a machine alone.
         figures, results = Collective(gloo_group()).on_rank0(lambda: _parts(whole, named, self.name))
@@ -133,8 +128,7 @@ def _parts(whole: Mapping[str, Any], named: str, label: str) -> tuple[dict[str, 
             hint=f"name its tasks one by one: {', '.join(f'lm_eval:{name}' for name in sorted(found)[:5])}",
         )
     figures = {
-        _named(metric, chosen): float(value)
-        for key, value in own.items()
+        _named(metric, chosen): float(value) for key, value in own.items()
         for metric, comma, chosen in [key.partition(",")]
         if comma and not metric.endswith("_stderr") and isinstance(value, (int, float))
     }

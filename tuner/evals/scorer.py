@@ -85,18 +85,14 @@ class Scorer:
         """
         self.root.eval()
         groups = [range(len(prompts))[span] for span in spans(len(prompts), ANSWERED_AT_ONCE)]
-        mesh, alone = self.step_config.mesh, self.step_config.mesh.data_size == 1
+        mesh = self.step_config.mesh
         texts: dict[int, str] = {}
         with self._gathered(), self.step_config.autocast():
             for first in range(0, len(groups), mesh.data_size if self.is_whole else 1):
                 self.between()
                 mine = first + (mesh.data_rank if self.is_whole else 0)
-                if mine >= len(groups):
-                    continue
-                group = groups[mine]
-                texts |= self._answered(group, prompts, limits, stops)
-        if alone:
-            return [texts[place] for place in range(len(prompts))]
+                if mine < len(groups):
+                    texts |= self._answered(groups[mine], prompts, limits, stops)
         of_all = Collective(gloo_group()).on_all_ranks(lambda: texts)
         whole = {place: text for own in of_all for place, text in own.items()}
         return [whole[place] for place in range(len(prompts))]
@@ -108,29 +104,19 @@ class Scorer:
             return any(stop in self.tokenizer.decode(ids, True) for stop in stops[group[place]])
 
         ids = greedy(
-            self.root,
-            [prompts[place] for place in group],
-            frozenset(self.tokenizer.eos_ids),
-            [limits[place] for place in group],
-            self.step_config.device,
+            self.root, [prompts[place] for place in group], frozenset(self.tokenizer.eos_ids),
+            [limits[place] for place in group], self.step_config.device,
             ends=ends if any(stops[place] for place in group) else None,
         )
-        return {
-            place: before_stops(self.tokenizer.decode(answer, True), stops[place])
-            for place, answer in zip(group, ids, strict=True)
-        }
+        texts = zip(group, (self.tokenizer.decode(answer, True) for answer in ids), strict=True)
+        return {place: before_stops(text, stops[place]) for place, text in texts}
 
     def _gathered(self) -> AbstractContextManager[None]:
-        if not self.is_whole or not self.step_config.mesh.is_sharded:
-            return nullcontext()
-        return gathered(self.root)
+        return gathered(self.root) if self.is_whole and self.step_config.mesh.is_sharded else nullcontext()
 
     def _judged(self, row: Sequence[_Document], requests: Sequence[ScoreRequest]) -> torch.Tensor:
         """float32 ``[N, 2]`` on the device: :func:`judged` at the positions that are asked for, in their order."""
-        ids: list[int] = []
-        places: list[int] = []
-        positions: list[int] = []
-        targets: list[int] = []
+        ids, places, positions, targets = (list[int]() for _ in range(4))
         for document in row:
             end = len(ids) + len(document.ids)
             for number in document.requests:
@@ -152,11 +138,9 @@ class Scorer:
         mine = (self.step_config.mesh.data_rank, places, sums)
         whole = np.full((count, 2), np.nan)
         times = np.zeros(count, dtype=np.int64)
-        seen: set[int] = set()
-        for rank, at, values in Collective(gloo_group()).on_all_ranks(lambda: mine):
-            if rank in seen:
-                continue  # processes that compute the same rows together
-            seen.add(rank)
+        # By rank: processes that compute the same rows together found the same.
+        found = {rank: (at, values) for rank, at, values in Collective(gloo_group()).on_all_ranks(lambda: mine)}
+        for at, values in found.values():
             whole[at] = values
             times[at] += 1
         assert (times == 1).all(), "each request is computed once"

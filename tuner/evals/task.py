@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -228,9 +229,7 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
     kind: Kind | None = None
     items: list[Item] = []
     kept: list[Mapping[str, Any]] = []
-    for number, record in enumerate(records, 1):
-        if max_items is not None and len(items) == max_items:
-            break
+    for number, record in enumerate(islice(records, max_items), 1):
         if len(items) == MOST_ITEMS:
             raise DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
         item = item_of(record, f"{source}:{number}")
@@ -260,8 +259,7 @@ def item_of(record: object, where: str) -> Item:
     if "choices" in record:
         return _choice(record, where)
     if "text" in record:
-        text = _text(record, "text", where)
-        if not text:
+        if not (text := _text(record, "text", where)):
             raise DataError(f"{where}: text is empty", hint="leave the item out")
         return TextItem(text)
     if "prompt" not in record or "answer" not in record:
@@ -415,8 +413,7 @@ class ItemsTask(ScoredTask):
 
     def _marked(self, items: Sequence[QuestionItem], answers: Sequence[str]) -> list[dict[str, float]]:
         """The figures of each answer. Raises PluginError for a scorer that fails or gives no numbers."""
-        own = self.answer_scorer
-        if own is None:
+        if (own := self.answer_scorer) is None:
             right = [{text.strip() for text in item.answers} for item in items]
             return [{"exact_match": float(said.strip() in texts)} for said, texts in zip(answers, right, strict=True)]
         file, marks = source_file(getattr(own, "func", own)), []  # options are bound by a partial
@@ -433,8 +430,7 @@ def _chosen(item: ChoiceItem, said: Sequence[Likelihood]) -> dict[str, Any]:
     picked, by_letter = int(np.argmax(nats)), int(np.argmax(nats / letters))
     right = item.choices[item.answer].encode("utf-8", "replace")
     figures = {
-        "acc": float(picked == item.answer),
-        "acc_norm": float(by_letter == item.answer),
+        "acc": float(picked == item.answer), "acc_norm": float(by_letter == item.answer),
         "bits_per_byte": float(-nats[item.answer] / np.log(2) / len(right)),
     }
     return {"figures": figures, "picked": picked, "answer": item.answer, "log_likelihoods": nats.tolist()}

@@ -47,9 +47,7 @@ def lineage(source: ExportSource, manifest_sha256: str, options: Mapping[str, An
         "data": meta.get("data") or {},
         "metrics": curve(source.run_dir, source.step),
         "base_model": {
-            "name": source.hub_name,
-            "revision": source.revision,
-            "init": source.model.get("init"),
+            "name": source.hub_name, "revision": source.revision, "init": source.model.get("init"),
             "licence": source.model.get("licence"),
         },
         "recipe": without_paths({key: source.recipe[key] for key in _SHOWN if key in source.recipe}),
@@ -64,12 +62,9 @@ def base_facts(source: ExportSource, merge: Merge, is_kept: bool) -> dict[str, A
     """
     adapter = source.adapter or {}
     return {
-        "kind": source.quantize,
-        "dtype": source.model_section.get("dtype"),
-        "left_out": list(adapter.get("modules_to_save", ())),
-        "merged_into": None if is_kept else merge.base,
-        "kl": merge.kl,
-        "tokens": merge.tokens,
+        "kind": source.quantize, "dtype": source.model_section.get("dtype"),
+        "left_out": list(adapter.get("modules_to_save", ())), "merged_into": None if is_kept else merge.base,
+        "kl": merge.kl, "tokens": merge.tokens,
     }
 
 

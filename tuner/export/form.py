@@ -28,9 +28,7 @@ from tuner.model.transformers_private import file_places
 from tuner.runtime.files import json_bytes, read_json, write_new
 
 PROCESSORS = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json",
 )
 """Files of what makes inputs of images and sound."""
@@ -124,8 +122,7 @@ class WholeModel(Form):
         first = {id(tensor): name for name, tensor in state_names(self._plain).items()}
         targets = {entry.name: next(iter(entry.targets)) for entry in published(self._plain)}
         others = {
-            name: targets[first[id(tensor)]]
-            for name, tensor in self._plain.named_parameters(remove_duplicate=False)
+            name: targets[first[id(tensor)]] for name, tensor in self._plain.named_parameters(remove_duplicate=False)
             if first[id(tensor)] != name
         }
         places = file_places(self._plain, others.values())

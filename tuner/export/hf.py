@@ -208,11 +208,7 @@ def form_of(plan: ExportPlan, trained: Trained) -> Form:
 
 
 def write_files(
-    plan: ExportPlan,
-    directory: Path,
-    trained: Trained,
-    form: Form,
-    padding: VocabularyPadding | None = None,
+    plan: ExportPlan, directory: Path, trained: Trained, form: Form, padding: VocabularyPadding | None = None,
     merge: Merge | None = None,
 ) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
@@ -314,17 +310,12 @@ def _report(plan: ExportPlan, proof: ExportProof | None, probes: verify.Probes |
     return ExportReport(
         path=plan.output, step=plan.source.step, dtype=facts["export"]["dtype"], adapter=plan.adapter, files=len(paths),
         weight_files=sum(path.suffix == ".safetensors" for path in paths),
-        bytes=sum(path.stat().st_size for path in paths),
-        probes=len(probes.prompts) if probes else 0,
-        probes_recorded=bool(probes and probes.recorded),
-        max_difference=proof.difference.absolute if proof else None,
+        bytes=sum(path.stat().st_size for path in paths), probes=len(probes.prompts) if probes else 0,
+        probes_recorded=bool(probes and probes.recorded), max_difference=proof.difference.absolute if proof else None,
         max_relative_difference=proof.difference.relative if proof else None,
         kept=kept.get("share"), kl=kept.get("kl"), gain=kept.get("gain"),
-        kl_tokens=kept.get("tokens") or quantized.get("tokens"),
-        bf16_kept=(facts.get("bf16_kept") or {}).get("share"),
-        auto_dtype=facts.get("auto_dtype"),
-        seconds=time.perf_counter() - started,
-        already_exported=plan.done,
+        kl_tokens=kept.get("tokens") or quantized.get("tokens"), bf16_kept=(facts.get("bf16_kept") or {}).get("share"),
+        auto_dtype=facts.get("auto_dtype"), seconds=time.perf_counter() - started, already_exported=plan.done,
         weights=plan.options.get("weights", "trained"),
         base=quantized.get("merged_into"), kl_original=kl.get("original"), kl_quantized=kl.get("quantized"),
     )  # fmt: skip

@@ -107,8 +107,7 @@ def push(upload: Upload, private: bool = False, endpoint: str | None = None) -> 
     sends a file again where that fails, and the hub takes a large one by its SHA-256 alone. Raises MachineError.
     """
     started = time.perf_counter()
-    token = get_token()
-    if token is None:
+    if (token := get_token()) is None:
         raise MachineError("there is no token for the hub", hint="set HF_TOKEN, or log in: hf auth login")
     api = HfApi(endpoint=endpoint or constants.ENDPOINT, token=token, library_name="tuner")
     message = "Upload by tuner" + ("" if upload.step is None else f", step {upload.step}")

@@ -80,21 +80,15 @@ class ExportPlan(ExportOptions):
         steps = ", ".join(str(step) for step in sorted(info.step for info in self.source.checkpoints))
         average = {"ema": "exponential moving average", "mean": f"mean of the checkpoints of steps {steps}"}
         named = {
-            "base_model": self.base_model,
-            "text_only": self.text_only or None,
-            "base": self.base,
-            "keep_fp32": list(self.keep_fp32) or None,
-            "weights": average.get(self.weights.kind),
+            "base_model": self.base_model, "text_only": self.text_only or None, "base": self.base,
+            "keep_fp32": list(self.keep_fp32) or None, "weights": average.get(self.weights.kind),
         }
         given = {key: value for key, value in named.items() if value is not None}
         return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **given}
 
 
 def plan_export(
-    path: Path,
-    output: Path | None = None,
-    options: ExportOptions = DEFAULTS,
-    warn: Warn = ignore_warning,
+    path: Path, output: Path | None = None, options: ExportOptions = DEFAULTS, warn: Warn = ignore_warning,
     step: Which = "newest",
 ) -> ExportPlan:
     """Find the checkpoint and the target without writing anything; `warn` hears of a run that is not finished,
@@ -136,10 +130,8 @@ def plan_export(
     adapter: Literal["none", "merge", "keep"] = "none" if source.adapter is None else options.adapter
     base = None if source.quantize == "none" or is_kept else options.base
     plan = ExportPlan(
-        **vars(replace(options, adapter=adapter, base=base)),
-        source=replace(source, keep_fp32=options.keep_fp32),
-        output=(output or default).absolute(),
-        manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
+        **vars(replace(options, adapter=adapter, base=base)), source=replace(source, keep_fp32=options.keep_fp32),
+        output=(output or default).absolute(), manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
     )
     return replace(plan, done=is_done(plan))
 

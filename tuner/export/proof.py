@@ -100,13 +100,8 @@ class ExportProof:
 
 
 def prove(
-    plan: ExportPlan,
-    directory: Path,
-    trained: Trained,
-    probes: verify.Probes,
-    form: Form,
-    padding: VocabularyPadding | None = None,
-    merge: Merge | None = None,
+    plan: ExportPlan, directory: Path, trained: Trained, probes: verify.Probes, form: Form,
+    padding: VocabularyPadding | None = None, merge: Merge | None = None,
 ) -> ExportProof:
     """Load the export as its users will and hold it against the trained model.
 
@@ -292,8 +287,7 @@ class Expected:
         """``original`` takes the weights of a quantised base as they were before that. Raises DataError."""
         self._source, self._plain, self._entries = source, plain, published(plain)
         self._keys = {
-            key.removeprefix(source.prefix).replace(".base_layer.", "."): key
-            for key in source.checkpoint.index()
+            key.removeprefix(source.prefix).replace(".base_layer.", "."): key for key in source.checkpoint.index()
             if key.startswith(source.prefix)
         }
         self._used = set[str]()
@@ -363,11 +357,9 @@ class Expected:
 
     def _rows(self, entry: Published) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensor without its adapter: the first row of each block, and the block."""
-        if entry.name in self._keys:
-            held = held_tensor(self.trained(entry.name))
-        else:
-            held = self._frozen.tensor(entry) or self._frozen.assembled(entry)
-        at = 0
+        is_trained, at = entry.name in self._keys, 0
+        held = held_tensor(self.trained(entry.name)) if is_trained else self._frozen.tensor(entry)
+        held = held or self._frozen.assembled(entry)
         for block in held.blocks(held.dtype):
             yield at, block
             at += len(block) if block.ndim else 1

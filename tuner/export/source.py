@@ -95,22 +95,13 @@ class ExportSource(RunCheckpoint):
         section, is_random = _facts(recipe.get("model")), model.get("init") == "random"
         name = str(model.get("name_or_path", ""))
         return ExportSource(
-            found.run_dir,
-            found.checkpoint,
-            meta=meta,
-            recipe=recipe,
-            model_section=section,
-            model=model,
-            name_or_path=name,
-            revision=model.get("revision"),
-            is_random=is_random,
-            hub_name=None if is_random else hub_name(name),
-            new_ids=range(*(model.get("new_ids") or (0, 0))),
+            found.run_dir, found.checkpoint, meta=meta, recipe=recipe, model_section=section, model=model,
+            name_or_path=name, revision=model.get("revision"), is_random=is_random,
+            hub_name=None if is_random else hub_name(name), new_ids=range(*(model.get("new_ids") or (0, 0))),
             adapter=adapter if adapter and adapter.get("kind", "lora") != "none" else None,
             quantize=str(section.get("quantize", "none")),
             given_frozen=bool(_facts(meta.get("init_from")).get("frozen")),
-            head="score" if _facts(recipe.get("method")).get("kind") == "reward" else "tokens",
-            weights=weights,
+            head="score" if _facts(recipe.get("method")).get("kind") == "reward" else "tokens", weights=weights,
             averaged=averaged,
         )
 
@@ -136,11 +127,7 @@ def _facts(value: object) -> Mapping[str, Any]:
 
 
 def resolve(
-    path: Path,
-    warn: Warn = ignore_warning,
-    shards: bool = True,
-    step: Which = "newest",
-    weights: Weights = TRAINED,
+    path: Path, warn: Warn = ignore_warning, shards: bool = True, step: Which = "newest", weights: Weights = TRAINED
 ) -> ExportSource:
     """The checkpoint directory given, or one of a run directory: its last one, the best, or that of a step.
 

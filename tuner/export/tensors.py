@@ -108,8 +108,7 @@ class OpenFiles:
             # What comes after is what is read next, from this file: the disk may begin.
             os.posix_fadvise(descriptor, start + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             while len(view):
-                done = os.preadv(descriptor, [view], start)
-                if not done:
+                if not (done := os.preadv(descriptor, [view], start)):
                     raise DataError(f"{path}: ends early")
                 view, start = view[done:], start + done
 
@@ -137,8 +136,7 @@ class _Chunks:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """See `TensorSource`."""
-        shape = self._entry.shape
-        if not shape:
+        if not (shape := self._entry.shape):
             return self._part(self._chunks[0], 0, 1).reshape(())
         block = torch.empty((stop - start, *shape[1:]), dtype=self._entry.dtype)
         for chunk in self._chunks:
@@ -207,9 +205,7 @@ def made_tensor(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], t
 
 
 def mapped_tensor(
-    source: TensorSource,
-    dtype: torch.dtype,
-    change: Callable[[torch.Tensor], torch.Tensor],
+    source: TensorSource, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor],
     shape: tuple[int, ...] | None = None,
 ) -> TensorSource:
     """What becomes of each slice of another tensor, in a type, and in its shape but where another is given."""
@@ -264,8 +260,7 @@ def replaced_tensor(source: TensorSource, others: TensorSource, first: int) -> T
 
 
 def converted_tensors(
-    source: TensorSource,
-    convert: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    source: TensorSource, convert: Callable[[torch.Tensor], dict[str, torch.Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, TensorSource]:
     """What published files hold in place of one tensor of the model: several, or another layout, by name.

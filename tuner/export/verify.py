@@ -147,8 +147,7 @@ def load_plain(directory: Path, head: Head) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise not_published(f"transformers cannot load the export: {error}") from error
-    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if problems:
+    if problems := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise not_published(f"transformers loads the export with {problems}")
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -127,8 +127,7 @@ def quantized_base(source: ExportSource, plain: PreTrainedModel) -> QuantizedBas
 
     Raises DataError where this version quantises otherwise than that which trained.
     """
-    spec = quantize_spec(source)
-    if spec is None:
+    if (spec := quantize_spec(source)) is None:
         return None
     require_same_quantizer(source.checkpoint, spec.facts())
     return base_of_kind(spec.kind, plain, spec.kept, published_codes(source))
@@ -138,8 +137,7 @@ def quantize_spec(source: ExportSource) -> QuantizeSpec | None:
     """How a run's base was quantised. Raises DataError for a way that is not known."""
     if source.quantize == "none":
         return None
-    kept = tuple((source.adapter or {}).get("modules_to_save", ()))
-    return QuantizeSpec(_known(source.quantize), kept)
+    return QuantizeSpec(_known(source.quantize), tuple((source.adapter or {}).get("modules_to_save", ())))
 
 
 def base_of_kind(
@@ -315,12 +313,8 @@ def base_model(source: ExportSource) -> PreTrainedModel:
     how = quantize_spec(source)
     is_coded = how is not None and published_codes(source) is not None
     spec = ModelSpec(
-        name_or_path=source.name_or_path,
-        revision=source.revision,
-        random_init=source.is_random,
-        config_overrides=source.model_section.get("config", {}),
-        new_ids=source.new_ids,
-        head=source.head,
+        name_or_path=source.name_or_path, revision=source.revision, random_init=source.is_random,
+        config_overrides=source.model_section.get("config", {}), new_ids=source.new_ids, head=source.head,
         quantize=ReadingQuantizer(how) if is_coded and how else None,
     )
     model = build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
@@ -368,11 +362,7 @@ class Frozen:
     """
 
     def __init__(
-        self,
-        source: ExportSource,
-        plain: PreTrainedModel,
-        files: OpenFiles,
-        entries: Sequence[Published],
+        self, source: ExportSource, plain: PreTrainedModel, files: OpenFiles, entries: Sequence[Published],
         base: QuantizedBase | None = None,
     ) -> None:
         """Find them; none is read. With ``base`` they are what training computed with, where it quantised them.
@@ -388,7 +378,7 @@ class Frozen:
         if not source.is_random and not source.given_frozen:
             found = published_tensors(files, source.name_or_path, source.revision)
             wanted = [target for entry in entries for target in entry.targets]
-            names = _names_in_files(plain, wanted, found)
+            names = _in_files(plain, wanted, found)
             if all(names.values()):
                 self._names = {target: name for target, name in names.items() if name}
                 self._files = {target: found[name] for target, name in self._names.items()}
@@ -419,9 +409,9 @@ class Frozen:
 
     def later(self, entry: Published) -> TensorSource:
         """The same, made when it is first read and dropped after its last slice."""
-        tensor = next(tensor for name, tensor in state_names(self._plain).items() if name == entry.name)
+        shape = tuple(state_names(self._plain)[entry.name].shape)
         dtype = torch.float32 if self.is_quantized(entry) else next(iter(self.parts(entry).values())).dtype
-        return tensors.made_tensor(tuple(tensor.shape), dtype, lambda: self.assembled(entry).whole())
+        return tensors.made_tensor(shape, dtype, lambda: self.assembled(entry).whole())
 
     def is_quantized(self, entry: Published) -> bool:
         """Whether training computed with other values than the files hold, which are made of the whole tensor."""
@@ -477,9 +467,7 @@ def require_same_frozen(source: ExportSource, plain: PreTrainedModel, names: Col
     require_same_base(source.checkpoint, hash_of_frozen(contents))
 
 
-def _names_in_files(
-    plain: PreTrainedModel, targets: Iterable[str], found: Mapping[str, object]
-) -> dict[str, str | None]:
+def _in_files(plain: PreTrainedModel, targets: Iterable[str], found: Mapping[str, object]) -> dict[str, str | None]:
     """What the files call each published tensor, with the name of the decoder or without; None where they lack it."""
     if is_part(plain):
         return names_in_files(plain, targets, found)

@@ -1,6 +1,6 @@
 """Arithmetic over parameters of which each process has a part: sums over what is split, and work on whole matrices."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import cast
@@ -39,6 +39,8 @@ class ShardLayout:
         return self.parts[dist.get_rank(self.group)] if self.splits else part_at(tuple(self.shape), (), (), ())
 
 
+Layouts = Mapping[torch.Tensor, ShardLayout]
+"""How parameters lie, each by what a process holds of it."""
 Groups = dict[tuple[DeviceMesh, tuple[int, ...]], dist.ProcessGroup]
 
 

@@ -34,11 +34,8 @@ _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 def keeps_number(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether autograd keeps the number by which a tensor is multiplied or divided: as a tensor, of 8 bytes."""
     return (
-        func in _PRODUCTS
-        and isinstance(args[0], torch.Tensor)
-        and not isinstance(args[1], torch.Tensor)
-        and args[0].requires_grad
-        and torch.is_grad_enabled()
+        func in _PRODUCTS and isinstance(args[0], torch.Tensor) and not isinstance(args[1], torch.Tensor)
+        and args[0].requires_grad and torch.is_grad_enabled()
     )
 
 
@@ -172,10 +169,7 @@ def _zeros(shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
 
 
 def grouped_product(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """What ``aten::_grouped_mm`` gives, in any type: torch's fake one takes bf16 alone, its CPU kernel float32 too."""
@@ -187,9 +181,6 @@ def grouped_product(
     width = -(-columns // step) * step
     strides = (width, 1) if len(shape) == 2 else (rows * width, width, 1)
     return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
-
-
-IN_PLACE_OF_FAKES: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_product}
 
 
 NAMESPACE = "tuner"
@@ -282,7 +273,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         elif func is READ_NUMBER and isinstance(args[0], torch_private.FakeTensor):
             return _plausible(args[0])
         else:
-            result = IN_PLACE_OF_FAKES.get(func, func)(*args, **kwargs)
+            result = (grouped_product if func is _GROUPED else func)(*args, **kwargs)
         before = len(self.storages)
         if func is CAST and (layer := self._compiled_layer()) is not None:
             self._enter_cast(layer, args[0], kwargs, result)
@@ -355,14 +346,12 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
     def assign(self, tensors: Iterable[torch.Tensor], part: Part) -> None:
         """Count these tensors' storages, made before or now, to one part."""
         for tensor in tensors:
-            number = self._enter(tensor)
-            if number is not None:
+            if (number := self._enter(tensor)) is not None:
                 self.storages[number].part = part
 
     def on_host(self, tensor: torch.Tensor, part: Part) -> None:
         """Count a tensor's storage to the host's memory: no byte of a device that has its own, from its start on."""
-        number = self._enter(tensor)
-        if number is not None:
+        if (number := self._enter(tensor)) is not None:
             self.storages[number].part, self.storages[number].host = part, True
 
     def assign_rest(self, part: Part) -> None:
@@ -433,8 +422,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
                 self._change(number, -self.storages[number].size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._living.get(torch_private.storage_key(storage))
-        if known is not None:
+        if (known := self._living.get(torch_private.storage_key(storage))) is not None:
             entry = self.storages[known[1]]
             self._change(known[1], storage.nbytes() - entry.size)
             entry.size = storage.nbytes()
@@ -495,6 +483,4 @@ def _stays_real(func: Any, given: list[torch.Tensor], kwargs: Mapping[str, Any])
 
 def _plausible(tensor: torch.Tensor) -> bool | int | float:
     """What the host would read from a step that goes well: no flag is set, and numbers are finite."""
-    if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1
+    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1

@@ -147,9 +147,7 @@ def _why_shard(settled: Recipe, tried: list[Choice], found: Choice, wanted: Sequ
     if others:
         least = min(others, key=lambda choice: choice.prediction.peak_bytes)
         return f"{least.overrides[SHARD]} needs at least {gib(least.prediction.peak_bytes)}: too much for {limit}"
-    if kind == "hybrid":
-        return "a copy for each machine fits, and less is sent between machines"
-    return "one machine"
+    return "a copy for each machine fits, and less is sent between machines" if kind == "hybrid" else "one machine"
 
 
 def predict_settled(loaded: LoadedRecipe, target: Target) -> tuple[Settled, Prediction]:

@@ -148,11 +148,7 @@ def _host_step_s(sections: StepSections, sizes: Sizes, place: StepSetting) -> fl
 
 
 def estimate(
-    sections: StepSections,
-    flops: Flops,
-    sizes: Sizes,
-    traced: Sequence[Traffic],
-    place: StepSetting,
+    sections: StepSections, flops: Flops, sizes: Sizes, traced: Sequence[Traffic], place: StepSetting,
     total_steps: int | None,
 ) -> TimeEstimate:
     """The time of a step of mean rows: that of its arithmetic, at least that of its weights' traffic, and exchanges."""
@@ -163,10 +159,7 @@ def estimate(
     return TimeEstimate(
         flops={name: value * micro * place.rank_info.world_size for name, value in computed.flops.items()},
         tokens_per_step=place.work.tokens_per_row * sections.train.global_batch_size,
-        step_s=seconds_of(computed.seconds, traffic),
-        total_steps=total_steps,
-        basis=computed.basis,
-        traffic=traffic,
+        step_s=seconds_of(computed.seconds, traffic), total_steps=total_steps, basis=computed.basis, traffic=traffic,
         busy_s=computed.seconds,
     )
 

@@ -3,7 +3,6 @@
 What `tuner profile --fit` found is kept in the cache for when the same is asked again.
 """
 
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,6 @@ from tuner.stages import cache_root
 
 SHOWN = 4
 SMALLEST_ROW = 256
-Notify = Callable[[str], None]
 Way = tuple[dict[str, Any], search.Tradeoff]
 """Rows of another length, as values by key, and a tradeoff of what changes results."""
 
@@ -47,17 +45,15 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """What of the choices changes results, each in a sentence."""
-        said = [f"{key} changes results: {words}" for key, words in self.changes.items()]
-        return (
-            ["as a last resort: nothing fits that trains the weights themselves", *said] if self.last_resort else said
-        )
+        resort = ["as a last resort: nothing fits that trains the weights themselves"] if self.last_resort else []
+        return [*resort, *(f"{key} changes results: {words}" for key, words in self.changes.items())]
 
     def as_json(self) -> dict[str, Any]:
         """How it was found, as plain values."""
         return {"changes_results": dict(self.changes), "last_resort": self.last_resort, "predictions": self.predictions}
 
 
-def fit(recipe: Recipe, target: Target, notify: Notify = lambda line: None) -> Fit:
+def fit(recipe: Recipe, target: Target, notify: Callable[[str], None] = lambda line: None) -> Fit:
     """Find the fastest combination that fits of rows, recomputing, sharding and all other memory options.
 
     What changes results is tried in the order of `ways_of`. Raises MemoryLimitError, naming what comes closest, where
@@ -161,11 +157,9 @@ def _shardings(rank_info: RankInfo) -> list[dict[str, Any]]:
     """Ways of sharding, from the one that needs the least memory on."""
     if rank_info.world_size == 1:
         return [{}]
-    kinds: list[dict[str, Any]] = [{"parallel.shard": "full", "parallel.reshard_after_forward": True}]
-    if rank_info.world_size > rank_info.local_world_size:
-        kinds.append({"parallel.shard": "hybrid", "parallel.reshard_after_forward": True})
-    kinds.append({"parallel.shard": "full", "parallel.reshard_after_forward": False})
-    return [*kinds, {"parallel.shard": "none"}]
+    kinds = ("full", "hybrid") if rank_info.world_size > rank_info.local_world_size else ("full",)
+    regathered = [{SHARD: kind, "parallel.reshard_after_forward": True} for kind in kinds]
+    return [*regathered, {SHARD: "full", "parallel.reshard_after_forward": False}, {SHARD: "none"}]
 
 
 KEPT = "fits"

@@ -89,8 +89,7 @@ def measure(
     with memory_errors_as(partial(_examined, assembly, longest + 1)):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        freed = FreedMemory(free) if device.type == "cpu" else None  # as in training
-        if freed is not None:
+        if (freed := FreedMemory(free) if device.type == "cpu" else None) is not None:  # as in training
             freed.before_first_step()
         record = _recorded_step(assembly, longest, options.output)
         if freed is not None:
@@ -101,23 +100,14 @@ def measure(
     steps, meter, precision = options.steps, assembly.mfu, resolved.numerics.precision
     asked = [meter.operations(one.micro) for one in batches]
     found = Measurement(
-        device=resolved.facts.name,
-        precision=precision,
-        optimizer=sections.optimizer.kind,
-        processes=rank_info.world_size,
-        steps=steps,
-        total_steps=assembly.timetable.plan.total_steps,
+        device=resolved.facts.name, precision=precision, optimizer=sections.optimizer.kind,
+        processes=rank_info.world_size, steps=steps, total_steps=assembly.timetable.plan.total_steps,
         tokens_per_step=sum(one.tokens for one in batches) / steps,
-        trained_per_step=sum(one.trained_count for one in batches) / steps,
-        memory=_memory(record, device),
-        free_bytes=free,
-        resident_bytes=resident,
-        times={part: seconds / steps for part, seconds in clock.seconds.items()},
-        communication_s=communication_s,
-        flops=sum(one or 0.0 for one in asked) / steps if meter.flops.complete else None,
-        peak_flops=meter.peak,
-        datasheet_flops=data_sheet_rate(resolved.facts.name) if precision in {"bf16", "fp16"} else None,
-        files=files,
+        trained_per_step=sum(one.trained_count for one in batches) / steps, memory=_memory(record, device),
+        free_bytes=free, resident_bytes=resident,
+        times={part: seconds / steps for part, seconds in clock.seconds.items()}, communication_s=communication_s,
+        flops=sum(one or 0.0 for one in asked) / steps if meter.flops.complete else None, peak_flops=meter.peak,
+        datasheet_flops=data_sheet_rate(resolved.facts.name) if precision in {"bf16", "fp16"} else None, files=files,
         shortage=_oom_report(assembly, record, free),
     )
     return of_all(Collective(gloo_group()).on_all_ranks(lambda: found))
@@ -138,12 +128,9 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
 
 def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatches]]:
     """Steps as training takes them, batches made ready ahead included."""
-    train_state = assembly.train_state
-    first = 1
-    clock = _Clock(train_state.step_config.device)
-    taken = []
-    with phase.observed(clock.mark), Prefetcher(assembly.batches, first + steps) as rows:
-        for index in range(first, first + steps):
+    clock, taken = _Clock(assembly.train_state.step_config.device), []
+    with phase.observed(clock.mark), Prefetcher(assembly.batches, 1 + steps) as rows:
+        for index in range(1, 1 + steps):
             clock.mark("data")
             taken.append(rows.step(index))
             _take(assembly, taken[-1], index)
@@ -153,16 +140,15 @@ def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatch
 
 def _traced_step(assembly: Assembly, options: MeasureOptions) -> tuple[float, Mapping[str, str]]:
     """Seconds of communication in one more step, and the files written, where any are wanted."""
-    rank, output = assembly.rank_info.rank, options.output
+    output = options.output
     if assembly.rank_info.world_size == 1 and output is None:
         return 0.0, {}
-    index = options.steps + 1
-    batches = assembly.batches.step(index)
+    batches = assembly.batches.step(options.steps + 1)
     with StepRecorder(assembly.train_state, memory=False) as recorder:
-        _take(assembly, batches, index)
+        _take(assembly, batches, options.steps + 1)
     if output is None:
         return recorder.communication_s(), {}
-    trace = output / f"trace-rank{rank}.json.gz"
+    trace = output / f"trace-rank{assembly.rank_info.rank}.json.gz"
     recorder.write_trace(trace)
     return recorder.communication_s(), {"trace": trace.name}
 
@@ -187,8 +173,7 @@ def _memory(record: MemoryRecord, device: torch.device) -> MeasuredMemory:
 
 def _oom_report(assembly: Assembly, record: MemoryRecord, free: int) -> OomReport | None:
     """The moment at which a step that ran held more than it is to hold, and, for a single process, what would fit."""
-    at = record.crossing(free)
-    if at is None:
+    if (at := record.crossing(free)) is None:
         return None
     found = report_at(assembly, record, max(at, 0), f"{LONGEST}, judged against {gib(free)}")
     return found if assembly.rank_info.world_size > 1 else with_fix(assembly, found, free)
@@ -291,12 +276,9 @@ class Measurement:
         """Tokens a second over all processes, shares of the step, and how long the whole run takes at this speed."""
         step_s = self.step_s
         shown = {
-            "step_s": step_s,
-            "tok_per_s": self.tokens_per_step / step_s,
-            "trained_per_s": self.trained_per_step / step_s,
-            "data_wait": self.times["data"] / step_s,
-            "communication": self.communication_s / step_s,
-            "estimate_s": step_s * self.total_steps,
+            "step_s": step_s, "tok_per_s": self.tokens_per_step / step_s,
+            "trained_per_s": self.trained_per_step / step_s, "data_wait": self.times["data"] / step_s,
+            "communication": self.communication_s / step_s, "estimate_s": step_s * self.total_steps,
         }
         peaks = {"mfu": self.peak_flops, "mfu_of_datasheet": self.datasheet_flops}
         if self.flops is not None:

@@ -88,15 +88,12 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
     if device.kind != "cpu" and is_copied:
         timeline = replace(timeline, host={**timeline.host, "staging": trace.staged})
     total_steps, place = _total_steps(resolved, work), StepSetting(device, rank_info, work)
+    kind = "compiled" if wants_compiled(recipe, resolved, device) else device.kind
     return Prediction(
-        device=device.shown,
-        device_kind=device.kind,
-        processes=rank_info.world_size,
+        device=device.shown, device_kind=device.kind, processes=rank_info.world_size,
         local_processes=rank_info.local_world_size,
         memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
-        limit_bytes=target.limit_bytes,
-        error=stated_error(device.shown)
-        or ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
+        limit_bytes=target.limit_bytes, error=stated_error(device.shown) or ERRORS[kind],
         time=estimate(step_sections(resolved), trace.flops, trace.sizes, trace.traffic, place, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
         host_limit_bytes=target.host_limit_bytes,
@@ -250,8 +247,7 @@ def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Pat
     if layers <= ends.fewer + ends.more or str(recipe.train.gradient_checkpointing_layers) != "100%":
         return predict(recipe, target, prepared)
     few, more = (predict(recipe, target, prepared, layers=count) for count in (ends.fewer, ends.more))
-    pairs = _aligned(few.memory, more.memory, ends)
-    if pairs is None:
+    if (pairs := _aligned(few.memory, more.memory, ends)) is None:
         return predict(recipe, target, prepared)
     further = layers - ends.more
     moments = tuple(replace(one, parts=_parts(one.parts, other.parts, further)) for one, other in pairs)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,9 @@ class StepRecorder:
         self._before: list[Owned] = []
         self._gradients: list[Owned] = []
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
         config = torch_private.ProfilerConfig(enable_cuda_sync_events=True) if cuda_sync else None
-        self._profile = profile(
-            activities=activities, profile_memory=memory, with_stack=lines, experimental_config=config
-        )
+        self._profile = profile(activities=kinds, profile_memory=memory, with_stack=lines, experimental_config=config)
 
     def start(self) -> None:
         """From here on; the wait for data comes first."""
@@ -211,9 +210,6 @@ class MemoryRecord:
         """The first change after which more than so many bytes were alive."""
         return next((at - 1 for at, total in enumerate(self.totals()) if total > limit), None)
 
-    def alive(self, at: int) -> list[AllocatedBlock]:
-        """What was there after change ``at``."""
-        return [block for block in self.blocks if block.made <= at and (block.freed is None or block.freed > at)]
 
     def parts(self, at: int) -> dict[Part, int]:
         """Bytes of each part after change ``at``; they add up to the total."""
@@ -222,8 +218,9 @@ class MemoryRecord:
     def owners(self, at: int) -> list[Holding]:
         """Who held what after change ``at``, the largest first."""
         sizes: Counter[tuple[str, Part]] = Counter()
-        for block in self.alive(at):
-            sizes[block.owner, block.part] += block.size
+        for block in self.blocks:
+            if block.made <= at and (block.freed is None or block.freed > at):
+                sizes[block.owner, block.part] += block.size
         return [Holding(owner, part, size) for (owner, part), size in sizes.most_common()]
 
     def phase_peaks(self) -> dict[Phase, int]:
@@ -237,18 +234,15 @@ class MemoryRecord:
 
     def turns(self) -> list[tuple[Phase, float]]:
         """The phases in order, each with the second in which it took or gave memory first."""
-        found: list[tuple[Phase, float]] = []
-        for change in self.changes:
-            if not found or found[-1][0] != change.phase:
-                found.append((change.phase, round(change.seconds, 6)))
-        return found
+        turns = groupby(self.changes, key=lambda change: change.phase)
+        return [(phase, round(next(own).seconds, 6)) for phase, own in turns]
 
     def timeline(self, points: int = 400) -> tuple[list[float], dict[Part, list[int]]]:
         """Seconds of about so many moments, the fullest of their stretches, and bytes of each part that is there."""
         totals = self.totals()
         bounds = sorted({round(i * len(totals) / points) for i in range(points + 1)})
         kept = {0, len(totals) - 1}
-        kept |= {max(range(a, b), key=totals.__getitem__) for a, b in zip(bounds, bounds[1:], strict=False)}
+        kept |= {max(range(a, b), key=totals.__getitem__) for a, b in pairwise(bounds)}
         times = [0.0, *(change.seconds for change in self.changes)]
         moments = sorted(kept)
         series = dict(zip(PARTS, self._levels[moments].T.tolist(), strict=True))
@@ -355,10 +349,7 @@ class _Replay:
     """Goes through what the allocators reported, in order of time."""
 
     def __init__(
-        self,
-        before: Sequence[Owned],
-        grads: Sequence[Owned],
-        marks: list[tuple[int, str]],
+        self, before: Sequence[Owned], grads: Sequence[Owned], marks: list[tuple[int, str]],
         events: list[_AllocatorEvent],
     ) -> None:
         self._grads, self._marks, self._events = grads, marks, events
@@ -392,8 +383,7 @@ class _Replay:
             self._blocks.append(block)
             self._living[item.address] = block
             return True
-        ended = self._living.pop(item.address, None)
-        if ended is not None:
+        if (ended := self._living.pop(item.address, None)) is not None:
             ended.freed = len(self._changes)
         return ended is not None  # else made before the recording, by nobody that is known
 

@@ -97,11 +97,9 @@ def _prediction(found: Prediction) -> dict[str, Any]:
     """A prediction as plain values; ``counted`` is the part of it that an allocator counts in a step, and its peak."""
     time, counted = found.time, found.memory.counted_peak()
     return {
-        "counted": counted,
-        "counted_bytes": sum(counted.values()),
+        "counted": counted, "counted_bytes": sum(counted.values()),
         **_figures(found, "peak_bytes", "tensor_bytes", "process_bytes", "error", "verified", "verdict"),
-        "parts": dict(found.memory.peak.parts),
-        "course": [asdict(moment) for moment in found.memory.moments],
+        "parts": dict(found.memory.peak.parts), "course": [asdict(moment) for moment in found.memory.moments],
         "assumptions": list(found.assumptions),
         "time": asdict(time) | {"tok_per_s": time.tok_per_s, "total_s": time.total_s},
     }
@@ -158,9 +156,7 @@ def plain(prediction: Prediction) -> dict[str, Any]:
     memory = prediction.memory
     peaks = {moment.phase: moment for moment in memory.moments}
     tree["memory"] = {
-        "layers": dict(memory.layers),
-        "host": dict(memory.host),
-        "peak": _plain(memory.peak),
+        "layers": dict(memory.layers), "host": dict(memory.host), "peak": _plain(memory.peak),
         "phases": {phase: _plain(found) for phase in peaks if (found := memory.peak_of(phase)) is not None},
     }
     tree["time"] |= {"tok_per_s": time.tok_per_s, "total_s": time.total_s}

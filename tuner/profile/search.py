@@ -65,9 +65,8 @@ class Speed:
     def __init__(self, recipe: Recipe, target: Target, prepared: Path | None = None) -> None:
         self._target = target
         self._resolved, _ = resolved_for(recipe, target)
-        self._place = StepSetting(
-            target.device, target.rank_info, workload(recipe, self._resolved, target.rank_info, prepared)
-        )
+        work = workload(recipe, self._resolved, target.rank_info, prepared)
+        self._place = StepSetting(target.device, target.rank_info, work)
         model = meta_model_of(self._resolved)
         self.layers = layers_alike(model)
         """Decoder layers, where all are alike; else 0."""
@@ -149,11 +148,7 @@ class Trials:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        target: Target,
-        prepared: Path | None = None,
-        always: Values | None = None,
+        self, recipe: Recipe, target: Target, prepared: Path | None = None, always: Values | None = None,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.recipe, self.target, self.speed = recipe, target, Speed(recipe, target, prepared)
@@ -249,8 +244,7 @@ class Trials:
     def may_fit(self, values: Values) -> bool:
         """Whether there is room for what is known to grow with the rows, by what was predicted for fewer."""
         return all(
-            less is None or self._has_room(less, rows, values[MICRO])
-            for rows in range(1, values[MICRO])
+            less is None or self._has_room(less, rows, values[MICRO]) for rows in range(1, values[MICRO])
             for less in [self._tried.get(_key({**values, MICRO: rows}))]
         )
 
@@ -352,9 +346,7 @@ class Tree:
         kept = self._dimensions
         optional = [dimension for dimension in kept if dimension.is_optional]
         for left in [*([dimension] for dimension in optional), optional]:
-            self._dimensions = [
-                Dimension(dimension.settings[-1:]) if dimension in left else dimension for dimension in kept
-            ]
+            self._dimensions = [Dimension(one.settings[-1:]) if one in left else one for one in kept]
             self.leaves = list(self._combinations())
             if self._trials.choice(self.leanest()) is not None:
                 return
@@ -479,6 +471,5 @@ def lines_to_write(recipe: Recipe) -> Sequence[str]:
     """What else would need less memory and changes results, as it is written, each with what it changes."""
     return [
         ", ".join(f"{key}: {value}" for key, value in each.values.items()) + f" ({'; '.join(each.changes.values())})"
-        for each in tradeoffs_of(recipe)
-        if each.values
+        for each in tradeoffs_of(recipe) if each.values
     ]

@@ -155,24 +155,22 @@ class _FreeBlocks:
     def __init__(self) -> None:
         self.blocks: list[SegmentBlock] = []
         self._by_start: dict[tuple[int, int], SegmentBlock] = {}  # by segment and address
-        self._by_end: dict[tuple[int, int], SegmentBlock] = {}
+        self.by_end: dict[tuple[int, int], SegmentBlock] = {}
 
     def add(self, block: SegmentBlock) -> None:
         insort(self.blocks, block)
-        self._by_start[block.segment, block.start] = self._by_end[block.segment, block.start + block.size] = block
+        self._by_start[block.segment, block.start] = self.by_end[block.segment, block.start + block.size] = block
 
     def remove(self, block: SegmentBlock) -> SegmentBlock:
         self.blocks.pop(bisect_left(self.blocks, block))
-        del self._by_start[block.segment, block.start], self._by_end[block.segment, block.start + block.size]
+        del self._by_start[block.segment, block.start], self.by_end[block.segment, block.start + block.size]
         return block
 
-    def ending_at(self, segment: int, address: int) -> SegmentBlock | None:
-        return self._by_end.get((segment, address))
 
     def joined(self, block: SegmentBlock) -> SegmentBlock:
         """A block that becomes free, with its free neighbours, which are free blocks of their own no more."""
         size, segment, start = block
-        if (before := self._by_end.get((segment, start))) is not None:
+        if (before := self.by_end.get((segment, start))) is not None:
             size, start = size + self.remove(before).size, before.start
         if (after := self._by_start.get((segment, start + size))) is not None:
             size += self.remove(after).size
@@ -215,11 +213,8 @@ class CachingAllocator:
         free.add(whole)
 
     def _new_segment(self, wanted: int, is_small: bool) -> SegmentBlock:
-        size = -(-wanted // SEGMENT_ROUNDED) * SEGMENT_ROUNDED
-        if is_small:
-            size = SMALL_SEGMENT
-        elif wanted < OWN_SEGMENT:
-            size = LARGE_SEGMENT
+        own = -(-wanted // SEGMENT_ROUNDED) * SEGMENT_ROUNDED
+        size = SMALL_SEGMENT if is_small else LARGE_SEGMENT if wanted < OWN_SEGMENT else own
         self._segments.append((size, is_small))
         return SegmentBlock(size, len(self._segments) - 1, 0)
 
@@ -270,7 +265,7 @@ class ExpandableAllocator:
     def _grown(self, wanted: int, is_small: bool) -> SegmentBlock:
         """The last stretch of the segment, with as many new pages as it takes."""
         free, end, page = self._free[is_small], self._ends[is_small], PAGES[is_small]
-        last = free.ending_at(int(is_small), end)
+        last = free.by_end.get((int(is_small), end))
         start = end if last is None else free.remove(last).start
         self._ends[is_small] = -(-(start + wanted) // page) * page
         return SegmentBlock(self._ends[is_small] - start, int(is_small), start)

@@ -84,12 +84,8 @@ class StepTrace:
 
 
 def trace_step(
-    resolved: Resolved,
-    rank_info: RankInfo,
-    batches: StepBatches,
-    held_out: Batch | None = None,
-    samples: Sequence[tuple[int, int]] = (),
-    compiled: bool = False,
+    resolved: Resolved, rank_info: RankInfo, batches: StepBatches, held_out: Batch | None = None,
+    samples: Sequence[tuple[int, int]] = (), compiled: bool = False,
 ) -> StepTrace:
     """Build the training state of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
 
@@ -178,7 +174,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
 
     What this package's code raises, or torch's where this package called it, stays the bug that it is.
     """
-    name, hint = type(model).__name__, "measure it instead, where it is trained: tuner profile RECIPE --measure 1"
+    name = type(model).__name__
     try:
         yield
     except Unsupported as error:
@@ -192,7 +188,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
         raise RecipeError(
             f"{name} cannot be predicted: its own code does not run without masks, or on tensors without numbers "
             f"({reason})",
-            hint=hint,
+            hint="measure it instead, where it is trained: tuner profile RECIPE --measure 1",
         ) from error
 
 
@@ -286,10 +282,9 @@ def _fake_meshes(mesh: Mesh) -> DeviceMeshes:
 def _exchanging(meshes: DeviceMeshes) -> set[str]:
     """Names of the groups that exchange activations, and no weights."""
     axes = (meshes.tensor, meshes.sequence, meshes.expert)
-    of_weights = (
-        set() if meshes.weights is None else {str(group.group_name) for group in meshes.weights.get_all_groups()}
-    )
-    return {str(mesh.get_group().group_name) for mesh in axes if mesh is not None} - of_weights
+    of_weights = () if meshes.weights is None else meshes.weights.get_all_groups()
+    own = {str(mesh.get_group().group_name) for mesh in axes if mesh is not None}
+    return own - {str(group.group_name) for group in of_weights}
 
 
 @contextmanager
@@ -312,10 +307,8 @@ def give_storage(root: nn.Module, device: torch.device) -> None:
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in made:
-            fresh = torch.empty_like(tensor, device=device)
-            made[tensor] = (
-                nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
-            )
+            fresh, is_parameter = torch.empty_like(tensor, device=device), isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
         return made[tensor]
 
     for module in root.modules():
@@ -422,15 +415,12 @@ class Properties:
 @contextmanager
 def cuda_stand_in(memory_bytes: int | None = None, *, generation: int = HOPPER) -> Iterator[None]:
     """Within, kernels and their sizes are chosen as on such a GPU of so much memory, and no Triton kernel runs."""
-    answers: dict[str, Any] = {
-        "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
-        "get_device_properties": lambda device=None: Properties,
-    }
+    capability = Properties.major, Properties.minor
     with ExitStack() as stack:
         stack.enter_context(traced_for("cuda", memory_bytes, generation=generation))
         stack.enter_context(patch.object(triton_attention, "launch", lambda *args, **kwargs: None))
-        for name, answer in answers.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
+        stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device=None: Properties))
         stack.enter_context(_no_kernels())
         yield
 

@@ -159,7 +159,6 @@ _COLLECTIVES: dict[str, Callable[[tuple[Any, ...], bool], Traffic]] = {
 def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Bytes that a copy of FSDP2 reads and writes."""
     given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-    written = kwargs.get("out")
-    if written is None:  # into a part of the buffer as large as what is given
+    if (written := kwargs.get("out")) is None:  # into a part of the buffer as large as what is given
         return 2 * _bytes(given)
     return _bytes(given) + _bytes(written if isinstance(written, (list, tuple)) else [written])

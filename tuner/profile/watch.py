@@ -104,8 +104,7 @@ class StepWatch:
         message = str(cause)
         clear_frames(error)
         self._console.say("memory", "not enough; looking at what holds it", "warning")
-        report = self._report(number, message)
-        if report is None:
+        if (report := self._report(number, message)) is None:
             return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=less_of(self._assembly))
         self._console.say("held", report.table(), "warning")
         try:
@@ -140,10 +139,8 @@ def memory_figures(record: MemoryRecord) -> dict[str, Any]:
     at, totals = record.peak_at(), record.totals()
     seconds, series = record.timeline()
     return {
-        "peak_bytes": max(totals),
-        "peak_parts": {part: size for part, size in record.parts(at).items() if size},
-        "peak_by_phase": record.phase_peaks(),
-        "largest": [asdict(holding) for holding in record.owners(at)[:50]],
+        "peak_bytes": max(totals), "peak_parts": {part: size for part, size in record.parts(at).items() if size},
+        "peak_by_phase": record.phase_peaks(), "largest": [asdict(holding) for holding in record.owners(at)[:50]],
         "timeline": {"seconds": seconds, "bytes": series},
     }
 
@@ -243,22 +240,17 @@ def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
 
 def report_at(assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None) -> OomReport:
     """What a record has of the moment after change ``at``."""
-    change = record.changes[at]
+    change, held, less = record.changes[at], record.totals()[at + 1], less_of(assembly)
     largest = tuple(record.owners(at)[:LISTED])
-    held = record.totals()[at + 1]
-    less = less_of(assembly)
     return OomReport(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None, less)
 
 
 def resident_report(assembly: Assembly, number: int, message: str) -> OomReport:
     """What can be said without the other processes: what lies there between steps."""
     owned = resident(assembly.train_state)
-    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
-    for block in owned:
-        parts[block.part] += block.size
+    parts: dict[Part, int] = {part: sum(block.size for block in owned if block.part == part) for part in PARTS}
     largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
-    asked, held = _asked_bytes(message), sum(parts.values())
-    less = less_of(assembly)
+    asked, held, less = _asked_bytes(message), sum(parts.values()), less_of(assembly)
     return OomReport(_where(number), BETWEEN, "", asked, held, parts, tuple(largest[:LISTED]), {}, None, less)
 
 
@@ -339,18 +331,18 @@ def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = Fa
 
 
 def _take(assembly: Assembly, number: int) -> None:
+    state = assembly.train_state
     if number == 0:
-        forward_backward(assembly.train_state, 0, full_batches(assembly, assembly.batches.micro_batch_size))
-        return
-    batches = assembly.batches.step(0 if assembly.first_only else number - 1)
-    optimizer_step(assembly.train_state, number - 1, batches, assembly.timetable.schedule.factor(number))
+        forward_backward(state, 0, full_batches(assembly, assembly.batches.micro_batch_size))
+    else:
+        batches = assembly.batches.step(0 if assembly.first_only else number - 1)
+        optimizer_step(state, number - 1, batches, assembly.timetable.schedule.factor(number))
 
 
 def _clear(assembly: Assembly) -> None:
-    train_state = assembly.train_state
-    train_state.optimizer.zero_grad()
+    assembly.train_state.optimizer.zero_grad()
     gc.collect()
-    if train_state.step_config.device.type == "cuda":
+    if assembly.train_state.step_config.device.type == "cuda":
         torch.cuda.empty_cache()
 
 

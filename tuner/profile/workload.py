@@ -58,8 +58,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     n_rows = rows_at_once(recipe.train)
     together = n_rows * data_processes(recipe.parallel, rank_info.world_size)
     count = min(TRACED, -(-recipe.train.global_batch_size // together))
-    found = prepared_for(recipe, directory)
-    if found is None:
+    if (found := prepared_for(recipe, directory)) is None:
         examples = recipe.method.examples
         vocab_size = config.get_text_config().vocab_size
         batch = method.made_up(full_rows(examples, max_length, n_rows, vocab_size, resolved.route))

@@ -73,8 +73,7 @@ def without_rounding(
     """Weights ``found``, brought nearer to those ``wanted`` by up to ``way`` where rounding alone has moved both: where
     the ``gradient`` of one process is next to nothing against the ``norm`` of all."""
     is_rounding = (gradient != 0) & (gradient.abs() <= ROUNDING * norm)
-    difference = found - wanted
-    return torch.where(is_rounding, wanted + torch.nn.functional.softshrink(difference, way), found)
+    return torch.where(is_rounding, wanted + torch.nn.functional.softshrink(found - wanted, way), found)
 
 
 def furthest(found: list[float], wanted: list[float]) -> float:
@@ -189,8 +188,7 @@ def first_place(
             if len(noted.get(name, [])) != len(micro):
                 continue
             figures = [
-                off
-                for found, some in zip(noted[name], micro, strict=True)
+                off for found, some in zip(noted[name], micro, strict=True)
                 if (off := _apart(found, [rows[row] for row in some], share, floor)) is not None
             ]
             if figures and not max(figures) <= MODULES_APART:
@@ -217,9 +215,8 @@ def _apart(found: torch.Tensor, rows: list[torch.Tensor], share: tuple[int, int]
     """How far a micro-batch's tensor is from those of its rows, laid end to end; None where it is no such tensor."""
     if any(row.ndim != rows[0].ndim for row in rows):
         return None
-    along = next((dim for dim in range(rows[0].ndim) if len({row.shape[dim] for row in rows}) > 1), None)
-    if along is None:
-        along = max(rows[0].ndim - 2, 0)
+    differing = (dim for dim in range(rows[0].ndim) if len({row.shape[dim] for row in rows}) > 1)
+    along = next(differing, max(rows[0].ndim - 2, 0))
     if len({row.shape[:along] + row.shape[along + 1 :] for row in rows}) > 1:
         return None
     wanted = torch.cat(rows, along)

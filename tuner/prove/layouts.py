@@ -40,12 +40,11 @@ class Layout:
     @property
     def name(self) -> str:
         """The parts with their sizes, as :func:`parse` reads them."""
-        rows = f"hsdp{self.replicas}x{self.shards}" if self.replicas > 1 else f"fsdp{self.shards}"
-        parts = {"none": self.shards} if self.whole else {}
         sizes = {"tp": self.tensor, "sp": self.sequence, "ep": self.expert}
-        named = [f"{key}{size}" for key, size in {**parts, **sizes}.items() if size > 1 or key == "none"]
-        if not self.whole and (self.replicas > 1 or self.shards > 1 or not named):
-            named.insert(0, rows)
+        named = [f"{key}{size}" for key, size in sizes.items() if size > 1]
+        rows = f"hsdp{self.replicas}x{self.shards}" if self.replicas > 1 else f"fsdp{self.shards}"
+        if self.whole or self.replicas > 1 or self.shards > 1 or not named:
+            named.insert(0, f"none{self.shards}" if self.whole else rows)
         return "+".join(named)
 
     @property
@@ -101,9 +100,7 @@ def own_layout(section: ParallelSection) -> Layout | None:
     if not written and group == 1:
         return None
     processes = group if section.processes == "auto" else int(section.processes)
-    rows = max(processes // group, 1)
-    if section.processes == "auto" and group == 1:
-        rows = MOST
+    rows = MOST if section.processes == "auto" and group == 1 else max(processes // group, 1)
     sizes = {"rows": rows, **axes}
     while prod(sizes.values()) > MOST:
         largest = max(sizes, key=lambda key: sizes[key])

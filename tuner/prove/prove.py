@@ -61,8 +61,7 @@ def prove(recipe: Recipe, steps: int, layouts: Sequence[str], say: Callable[[str
         setting = Setting(twin, steps, place)
         meta_model_of(twin.resolved(ALONE))  # imports its class: forked processes have it then
         found = {layout: proof for layout in chosen if (proof := refused(twin, layout)) is not None}
-        left = [layout for layout in chosen if layout not in found]
-        if left:
+        if left := [layout for layout in chosen if layout not in found]:
             train_alone(setting)
             say("one process trained")
         for layout, proof in proofs_of(setting, left):

@@ -59,10 +59,6 @@ class Setting:
         """The step whose checkpoint is resumed from."""
         return self.steps // 2
 
-    @property
-    def model(self) -> Path:
-        """The directory of the small model."""
-        return Path(self.twin.recipe.model.name_or_path)
 
     @property
     def numbers(self) -> Path:
@@ -171,16 +167,11 @@ class _Comparison:
         weights, worst_weight = self._weights()
         is_saved, resumed = self._resumed()
         figures = {
-            "loss": compare.furthest(losses, plain["losses"]),
-            "grad_norm": compare.furthest(norms, plain["norms"]),
-            "gradients": gradient,
-            "weights": weights,
-            "copies": float((start or end) is not None),
-            "saved": float(not is_saved),
-            "resumed": compare.furthest(resumed, plain["losses"][setting.half :]),
+            "loss": compare.furthest(losses, plain["losses"]), "grad_norm": compare.furthest(norms, plain["norms"]),
+            "gradients": gradient, "weights": weights, "copies": float((start or end) is not None),
+            "saved": float(not is_saved), "resumed": compare.furthest(resumed, plain["losses"][setting.half :]),
         }
-        wrong = compare.unequal(figures)
-        if not wrong:
+        if not (wrong := compare.unequal(figures)):
             return figures, None
         words = {
             "gradients": f"gradient of {worst_gradient}",
@@ -275,7 +266,7 @@ def write_weights(setting: Setting) -> None:
         for parameter in dict.fromkeys(model.parameters()):
             drawn = torch.randn(parameter.shape, generator=generator) * SPREAD
             parameter.copy_(drawn if parameter.ndim > 1 else parameter + drawn)
-    model.save_pretrained(setting.model)
+    model.save_pretrained(recipe.model.name_or_path)
 
 
 @torch.no_grad()
@@ -355,15 +346,11 @@ class ProofRows:
         ids = draw.integers(_FIRST_ID, self.vocabulary, sum(lengths), dtype=np.int64)
         trained = np.ones(len(ids), dtype=np.bool_)
         if self.examples.kind != "pretrain":
-            starts = np.cumsum([0, *lengths[:-1]])
-            for start in starts:
+            for start in np.cumsum([0, *lengths[:-1]]):
                 trained[start : start + _UNTRAINED] = False
         documents = np.arange(len(lengths), dtype=np.int64)
-        columns: dict[str, Any] = {}
-        if self.examples.kind == "unpaired":
-            columns["label"] = (documents + number) % 2 == 0
-        sizes = np.array(lengths, dtype=np.int32)
-        return Row(ids, trained, sizes, documents + number * LONGEST, columns)
+        columns = {"label": (documents + number) % 2 == 0} if self.examples.kind == "unpaired" else {}
+        return Row(ids, trained, np.array(lengths, dtype=np.int32), documents + number * LONGEST, columns)
 
     def _lengths(self, draw: np.random.Generator, length: int, alone: bool) -> list[int]:
         """Lengths of documents that fill a row; of pairs, two of each."""

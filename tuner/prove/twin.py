@@ -235,10 +235,8 @@ def _widths(text: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]
 
 def _groups(queries: int, keys: int) -> int:
     """Query heads of a key head: 1 where it is 1, else few, so that 2 and 4 divide all heads where they did."""
-    if queries == 1:
-        return 1
     if queries % 2:
-        return 3
+        return min(queries, 3)
     return 4 if queries % 4 == 0 and keys % 2 else 2
 
 
@@ -248,9 +246,7 @@ def _few_experts(values: Mapping[str, Any]) -> dict[str, Any]:
         count = values.get(key)
         if isinstance(count, int) and count > 1:
             found[key] = min(count, EXPERTS if count % 4 == 0 else 6 if count % 2 == 0 else 5)
-    for key in _CHOSEN:
-        if isinstance(count := values.get(key), int) and count > 0:
-            found[key] = min(count, 2)
+    found |= {key: min(values[key], 2) for key in _CHOSEN if isinstance(values.get(key), int) and values[key] > 0}
     if isinstance(count := values.get("n_group"), int) and count > 1:
         found["n_group"] = 2
     return found
@@ -259,8 +255,7 @@ def _few_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rest(text: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """Vocabulary and the tokens in it, windows, positions; no dropout."""
     found: dict[str, Any] = {key: 0.0 for key in dropouts_of(text) if key in values}
-    found["vocab_size"] = VOCABULARY + int(text.vocab_size) % 4
-    found |= _few_tokens(values)
+    found |= {"vocab_size": VOCABULARY + int(text.vocab_size) % 4, **_few_tokens(values)}
     found |= {key: min(values[key], WINDOW) for key in (*WINDOWS, *CHUNKS) if isinstance(values.get(key), int)}
     if values.get("rope_parameters") is None:
         found |= {key: min(values[key], 2 * LONGEST) for key in _POSITIONS if isinstance(values.get(key), int)}

@@ -72,7 +72,7 @@ class Assembly:
         """What the best checkpoint is chosen by, where the recipe keeps it."""
         recipe, metric = self.resolved.recipe, self.resolved.recipe.checkpoint.keep_best
         if metric is not None and task_of(metric, recipe.eval.tasks) is not None:
-            return Criterion.of_task(metric, metric.split("/")[2] in LOWER_IS_BETTER)
+            return Criterion(metric, "lower" if metric.split("/")[2] in LOWER_IS_BETTER else "higher")
         return Criterion.of(metric, recipe.method.figures)
 
 

@@ -17,7 +17,7 @@ it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import RecipeError
 from tuner.model.native import library
-from tuner.parallel.layouts import ShardLayout
+from tuner.parallel.layouts import Layouts, ShardLayout
 from tuner.runtime.device import is_traced, target, triton_problem
 from tuner.runtime.parts import Box
 from tuner.train import moments
@@ -42,7 +42,7 @@ class CompactAdamW(moments.FlaggedOptimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], coded: Set[torch.Tensor],
+        self, groups: list[dict[str, Any]], layouts: Layouts, coded: Set[torch.Tensor],
         section: AdamwOptimizer, seed: int,
     ) -> None:
         super().__init__(groups)
@@ -57,9 +57,8 @@ class CompactAdamW(moments.FlaggedOptimizer):
             self._keys = moments.placed(name_keys(seed, names), torch.int64, device)
         self._pieces: dict[torch.Tensor, list[_Piece]] = {}
         for name, parameter in zip(names, parameters, strict=True):
-            unit = moments.BLOCK if parameter in coded else LANES
-            self._pieces[parameter] = _pieces(name, layouts[parameter], unit)
             is_coded = parameter in coded
+            self._pieces[parameter] = _pieces(name, layouts[parameter], moments.BLOCK if is_coded else LANES)
             state = _coded(parameter, self._maps) if is_coded else moments.zero_averages(parameter, torch.float32)
             self.state[parameter] = {"step": self._step, **state}
         (beta1, beta2), at = section.betas, moments.At
@@ -140,15 +139,13 @@ def _pieces(name: str, layout: ShardLayout, unit: int) -> list[_Piece]:
                 raise RecipeError(
                     f"{name}: its rows of {width:,} numbers are split where the {what} are not, at other numbers than "
                     f"multiples of {unit}",
-                    hint="write optimizer.state: fp32"
-                    if unit == moments.BLOCK
+                    hint="write optimizer.state: fp32" if unit == moments.BLOCK
                     else "write optimizer.rounding: nearest, or take fewer processes for parallel.tensor",
                 )
     found = []
     for box in layout.own.boxes:
-        rows, columns = slice(0, 1), _columns(box, layout.shape)
-        if layout.shape:
-            rows = slice(box.at[0], box.at[0] + box.sizes[0])
+        rows = slice(box.at[0], box.at[0] + box.sizes[0]) if layout.shape else slice(0, 1)
+        columns = _columns(box, layout.shape)
         assert columns is not None, "all parts have been looked at"
         found.append(_Piece(rows, box.offsets[0] if layout.shape else 0, columns.start, width))
     return found
@@ -230,8 +227,6 @@ def rounded(numbers: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     return (found >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-
-
 def update(part: MomentPart, step: Step) -> None:
     """Take a step, in place."""
     if not part.weight.numel():
@@ -266,18 +261,13 @@ def _update_native(part: MomentPart, step: Step) -> None:
 
 def update_plainly(part: MomentPart, step: Step) -> None:
     """The same in plain torch, a piece at a time."""
-    rows, width = part.weight.shape
-    for where in _pieces_of_rows(rows, width, moments.CHUNK[part.weight.device.type]):
-        _update_piece(part, step, where)
-
-
-def _pieces_of_rows(rows: int, width: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Cut rows, or where one is larger than this size whole blocks of it."""
-    wide = max(moments.BLOCK, size // moments.BLOCK * moments.BLOCK)
-    high = max(1, size // width)
+    (rows, width), size = part.weight.shape, moments.CHUNK[part.weight.device.type]
+    # So many rows, or where one is larger whole blocks of it.
+    high, wide = max(1, size // width), max(moments.BLOCK, size // moments.BLOCK * moments.BLOCK)
     for row in range(0, rows, high):
         for column in range(0, width, wide):
-            yield slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
+            where = slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
+            _update_piece(part, step, where)
 
 
 def _update_piece(part: MomentPart, step: Step, where: tuple[slice, slice]) -> None:

@@ -8,16 +8,14 @@ import torch
 
 from tuner.config.optimizers import CustomOptimizer
 from tuner.errors import PluginError, RecipeError, TunerError
-from tuner.parallel.layouts import ShardLayout
+from tuner.parallel.layouts import Layouts
 from tuner.runtime.plugins import load, naming, require_call, source_file
 
 
 class OwnOptimizer:
     """A torch optimizer of the user's own, whose failure names it and the line of its own code."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, use: str, file: Path | None, layouts: Mapping[torch.Tensor, ShardLayout]
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, use: str, file: Path | None, layouts: Layouts) -> None:
         self._inner, self._use, self._file, self._layouts = inner, use, file, layouts
 
     @property
@@ -53,9 +51,7 @@ class OwnOptimizer:
             )
 
 
-def build_own_optimizer(
-    section: CustomOptimizer, groups: Sequence[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout]
-) -> OwnOptimizer:
+def build_own_optimizer(section: CustomOptimizer, groups: Sequence[dict[str, Any]], layouts: Layouts) -> OwnOptimizer:
     """Call what ``use`` names with groups of ``params``, ``names``, ``lr`` and ``weight_decay``.
 
     Raises PluginError where it is not there, fails, or leaves a parameter out; RecipeError where parameters are sharded

@@ -44,9 +44,7 @@ def diverged(state: TrainState, taken: TakenStep, result: StepResult, last_saved
     found = [(item.stage, rank, item.what) for rank, item in enumerate(everywhere) if item is not None]
     _, rank, where = min(found, default=(None, 0, "nothing when the step was run again"))
     where = f"rank {rank}, {where}" if found and len(everywhere) > 1 else where
-    floor = ""
-    if result.overflowed:
-        floor = " with the loss multiplied by 1, the least that fp16 is tried with"
+    floor = " with the loss multiplied by 1, the least that fp16 is tried with" if result.overflowed else ""
     rows = ", ".join(map(str, taken.batches.row_ids[:SHOWN_ROWS].tolist()))
     more = ", ..." if len(taken.batches.row_ids) > SHOWN_ROWS else ""
     return DivergedError(

@@ -26,16 +26,12 @@ class Ema(StepPart):
         self._root, self._parameters, self._decay = root, dict(parameters), decay
         self._prefix, self._evaluated = prefix, evaluated
         """Of the names that checkpoints have for averages, and their figures; whether there are any of these."""
-        self._averages = {
-            name: local(parameter.data).detach().to(torch.float32, copy=True) for name, parameter in parameters.items()
-        }
+        self._averages = {name: local(p.data).detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The averages by the prefixed names of their parameters, over the processes as these are."""
-        return {
-            f"{self._prefix}{name}": sharded_like(average, self._parameters[name])
-            for name, average in self._averages.items()
-        }
+        prefix, own = self._prefix, self._parameters
+        return {f"{prefix}{name}": sharded_like(average, own[name]) for name, average in self._averages.items()}
 
     def other_weights(self) -> dict[str, AbstractContextManager[None]]:
         """The averages, where the recipe evaluates them."""
@@ -76,6 +72,4 @@ class Ema(StepPart):
 
 def decay_of(section: EmaSection) -> float | None:
     """What of an average stays at each update; None where the recipe keeps none."""
-    if section.half_life is not None:
-        return float(0.5 ** (1 / float(section.half_life.count)))
-    return section.decay
+    return section.decay if section.half_life is None else float(0.5 ** (1 / float(section.half_life.count)))

@@ -26,9 +26,8 @@ from tuner.errors import DataError, RecipeError
 from tuner.model.build import position_limit
 from tuner.model.root import CausalLM, position_losses
 from tuner.parallel.fsdp import sync_gradients
-from tuner.runtime.device import to_device
 from tuner.train.methods.method import Counts, Method, Terms, logged
-from tuner.train.step import StepConfig, TrainState, microbatch_terms, positions_of, step_estimates
+from tuner.train.step import StepConfig, TrainState, microbatch_terms, on_device, step_estimates
 
 if TYPE_CHECKING:
     from tuner.train.routing import HeldOutRouting
@@ -174,13 +173,9 @@ class Evaluation:
 
     def line(self) -> dict[str, float]:
         """The figures as `metrics.jsonl` names them: `loss`, `accuracy`, then `loss/<source>`, `accuracy/<source>`."""
-        of_all = {"loss": self.loss, **self.figures}
-        return of_all | {
-            f"{name}/{source}": value
-            for name in of_all
-            for source, part in self.sources.items()
-            for value in ([part.loss] if name == "loss" else [part.figures[name]] if name in part.figures else [])
-        }
+        own = {"loss": self.loss, **self.figures}
+        parts = {source: part.line() for source, part in self.sources.items()}
+        return own | {f"{name}/{source}": part[name] for name in own for source, part in parts.items() if name in part}
 
 
 @dataclass(frozen=True)
@@ -232,11 +227,8 @@ def source_names(paths: Sequence[str]) -> tuple[str, ...]:
             "/".join((*part[-depth:-1], _stem(part[-1]))) if name in again else name
             for name, part in zip(names, parts, strict=True)
         ]
-    seen: dict[str, int] = {}
-    for i, name in enumerate(names):
-        seen[name] = seen.get(name, 0) + 1
-        names[i] = name if seen[name] == 1 else f"{name}#{seen[name]}"
-    return tuple(names)
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return tuple(f"{name}#{count + 1}" if count else name for name, count in zip(names, before, strict=True))
 
 
 def held_out(rows: PackedRows, documents: Sequence[int], paths: Sequence[str]) -> HeldOut:
@@ -265,11 +257,20 @@ def evaluate(
         max_rows=max_rows,
     )
     routing = _routing(root, step_config)
-    if by_terms is not None:
+    if by_terms is None:
+        whole, each = token_means(root, step_config, batches, held, between, routing)
+    else:
         whole, each = term_means(root, step_config, by_terms.method, by_terms.batches(batches), held, between, routing)
-        parts = {name: one for name, one in zip(held.sources, each, strict=True) if one.tokens}
-        figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
-        return replace(whole, sources=parts if len(held.sources) > 1 else {}, figures=figures)
+    parts = {name: one for name, one in zip(held.sources, each, strict=True) if one.tokens}
+    figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
+    return replace(whole, sources=parts if len(held.sources) > 1 else {}, figures=figures)
+
+
+def token_means(
+    root: CausalLM, step_config: StepConfig, batches: GlobalBatches, held: HeldOut, between: Callable[[], None],
+    routing: HeldOutRouting | None = None,
+) -> tuple[Evaluation, list[Evaluation]]:
+    """The mean cross-entropy of the trained tokens of all rows, and of those of each source. Collective."""
     sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
@@ -288,14 +289,9 @@ def evaluate(
         dist.all_reduce(both)
         both /= step_config.mesh.row_holders
     totals, numbers = both.tolist()
-    parts = {
-        name: Evaluation(total / number, int(number))
-        for name, total, number in zip(held.sources, totals, numbers, strict=True)
-        if number
-    }
+    each = [Evaluation(total / max(1, number), int(number)) for total, number in zip(totals, numbers, strict=True)]
     tokens = int(sum(numbers))
-    figures = {} if routing is None else routing.figures()
-    return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {}, figures)
+    return Evaluation(sum(totals) / max(1, tokens), tokens), each
 
 
 def _routing(root: CausalLM, step_config: StepConfig) -> HeldOutRouting | None:
@@ -337,16 +333,10 @@ def answer_limits(samples: Sequence[PreparedSample], tokenizer: TextTokenizer, c
     ]
 
 
-def batch_losses(
-    root: CausalLM, step_config: StepConfig, batch: Batch, positions: npt.NDArray[np.int64]
-) -> torch.Tensor:
-    """float32 ``[N]``: the losses at N trained positions of one batch, on the device, without gradients."""
-    ids, places, targets = (
-        to_device(array, step_config.device)
-        for array in (batch.input_ids, batch.position_ids, batch.targets[positions])
-    )
+def batch_losses(root: CausalLM, step_config: StepConfig, batch: Batch, at: npt.NDArray[np.int64]) -> torch.Tensor:
+    """float32 ``[N]``: the losses ``at`` N trained positions of one batch, on the device, without gradients."""
     with step_config.autocast(), torch.no_grad():
-        return root(ids, places, batch.lengths, positions_of(positions, step_config), targets, position_losses)  # type: ignore[no-any-return]
+        return root(*on_device(batch, at, step_config), position_losses)  # type: ignore[no-any-return]
 
 
 def _stem(name: str) -> str:

@@ -41,8 +41,7 @@ class _Layer:
     def add(self) -> None:
         """Take the gradients that there are from their parameters, and add them up."""
         found = {one: one.grad for one in self.parameters if one.grad is not None}
-        both = [one for one in found if one in self.sums]
-        if both:
+        if both := [one for one in found if one in self.sums]:
             add_each([self.sums[one] for one in both], [found[one] for one in both])
         self.sums = found | self.sums
         for one in found:

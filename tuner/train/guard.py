@@ -91,12 +91,9 @@ class Guard:
 
     def as_state(self) -> dict[str, Any]:
         """What a resume needs, as JSON; reads the device."""
-        state: dict[str, Any] = {
-            "judged": self._judged, "nonfinite": int(self._nonfinite), "skipped": int(self._skipped),
-        }
-        if self._limits.spike_sigmas is not None:
-            state["recent"] = self._recent.tolist()
-        return state
+        recent = {} if self._limits.spike_sigmas is None else {"recent": self._recent.tolist()}
+        counts = {"judged": self._judged, "nonfinite": int(self._nonfinite), "skipped": int(self._skipped)}
+        return counts | recent
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Take over a saved state; returns how many updates were left out so far."""

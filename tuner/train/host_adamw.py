@@ -223,15 +223,8 @@ class HostAdamW(FlaggedOptimizer):
                 [piece.of(state["exp_avg_sq"]) for piece, state in zip(own, states, strict=True)],
                 [],
                 [state["step"].clone() for state in states],  # counted up there, for each piece of a parameter
-                fused=True,
-                grad_scale=scale,
-                amsgrad=False,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=self._eps,
-                maximize=False,
+                fused=True, grad_scale=scale, amsgrad=False, maximize=False, beta1=self._betas[0],
+                beta2=self._betas[1], lr=group["lr"], weight_decay=group["weight_decay"], eps=self._eps,
             )
 
 

@@ -83,9 +83,7 @@ class InternalsWatch:
                 if name in every:
                     found = found + self._share(self._state.parameters[name], local(every[name]))
             self._gradients.append(found / scale)
-        for name, parameter in self._state.parameters.items():
-            weights = local(parameter.detach())
-            self._before[name] = weights.to("cpu", copy=True)
+        self._before = {n: local(p.detach()).to("cpu", copy=True) for n, p in self._state.parameters.items()}
 
     @torch.no_grad()
     def sums(self) -> dict[str, torch.Tensor]:
@@ -108,8 +106,7 @@ class InternalsWatch:
         """The root mean squares by name, of sums over all processes."""
         counts = [sum(self._state.parameters[name].numel() for name in names) for names in self._groups.values()]
         return {
-            f"{figure}/{layer}": math.sqrt(value / count) if value >= 0 else math.nan
-            for figure, found in sums.items()
+            f"{figure}/{layer}": math.sqrt(value / count) if value >= 0 else math.nan for figure, found in sums.items()
             for layer, value, count in zip(self._groups, found.tolist(), counts, strict=True)
         }
 
@@ -308,8 +305,7 @@ class Divergence:
         values = {name[len(start) :]: value for name, value in figures.items() if name.startswith(f"{start}layers.")}
         before = {layer: self._before(f"{figure}/{layer}") for layer in values}
         known = {layer: past for layer, past in before.items() if past is not None}
-        lost = [layer for layer in known if values[layer] is None]
-        if lost:
+        if lost := [layer for layer in known if values[layer] is None]:
             return [] if len(lost) == len(values) > 1 else [Growth(lost[0], figure, None, known[lost[0]], 0.0, 0.0)]
         times = {layer: _times(abs(values[layer] or 0.0), past) for layer, past in known.items()}
         found: list[Growth] = []
@@ -327,6 +323,4 @@ class Divergence:
 
 def _times(value: float, before: float) -> float:
     """How many times as large; 1 of what has always been zero, such as an update that was left out."""
-    if before == 0.0:
-        return 1.0
-    return value / before
+    return 1.0 if before == 0.0 else value / before

@@ -86,8 +86,7 @@ class GrowingBatches(GlobalBatches):
 
     def step(self, i: int) -> StepBatches:
         """Return step i (from 0). In the warm-up every process reads all rows of the step, for their counts."""
-        length = self.warmup.length(self.begun + i)
-        if length is None:
+        if (length := self.warmup.length(self.begun + i)) is None:
             return super().step(i)
         row_ids = self.row_ids(i)
         rows = _RowsInMemory([self.warmup.cut(self.rows.row(int(row_id)), length) for row_id in row_ids])

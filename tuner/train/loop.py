@@ -11,11 +11,7 @@ from tuner.train.tasks import TakenStep, Tasks
 
 
 def train_loop(
-    state: TrainState,
-    progress: Progress,
-    source: BatchSource,
-    schedule: Schedule,
-    tasks: Tasks,
+    state: TrainState, progress: Progress, source: BatchSource, schedule: Schedule, tasks: Tasks,
     to_skip: Sequence[StepRange] = (),
 ) -> bool:
     """Step until the plan ends or a task asks to stop; true when finished, false when stopped with a checkpoint.

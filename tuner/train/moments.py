@@ -66,11 +66,9 @@ LAST_CELL = 127 << (23 - CELL_BITS)
 
 def code_map(signed: bool, device: torch.device) -> CodeMap:
     """The map for numbers of both signs, or for those that are not negative."""
-    values, bounds, cells = _tables(signed)
-    return CodeMap(
-        placed(values, torch.float32, device), placed(bounds, torch.float32, device),
-        placed(cells, torch.int32, device), signed,
-    )
+    *numbers, cells = _tables(signed)
+    values, bounds = (placed(each, torch.float32, device) for each in numbers)
+    return CodeMap(values, bounds, placed(cells, torch.int32, device), signed)
 
 
 def placed(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -103,13 +101,7 @@ def _magnitudes(signed: bool) -> npt.NDArray[np.float32]:
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     """Rows of a tensor of this shape, and numbers of each."""
-    rows = shape[0] if len(shape) else 1
-    return rows, math.prod(shape[1:])
-
-
-def moment_dims(moment: str, ndim: int) -> tuple[int, ...]:
-    """Which dimensions of a parameter with so many a moment of matrices has."""
-    return tuple(dim for dim in range(ndim) if dim != ndim - (1 if moment == "exp_avg_sq_row" else 2))
+    return shape[0] if len(shape) else 1, math.prod(shape[1:])
 
 
 def scales_shape(shape: Sequence[int]) -> torch.Size:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
     from tuner.model.touched_rows import TouchedRows
-    from tuner.parallel.layouts import ShardLayout
+    from tuner.parallel.layouts import Layouts
     from tuner.train.custom_optimizer import OwnOptimizer
     from tuner.train.host_adamw import HostAdamW
     from tuner.train.row_adamw import RowAdamW
@@ -173,9 +173,7 @@ def build_optimizer(
         return OptimizerSet(parameters, held, [on_host], takes_flag=True, peak_lr=lr, on_host=on_host)
     built = _Built(section, parameters, held, groups, outer, embeddings, seed)
     optimizers = built.of_kind(rest) if rest else []
-    of_rows = None
-    if touched:
-        of_rows = built.row_adamw(touched)
+    if (of_rows := built.row_adamw(touched) if touched else None) is not None:
         optimizers.append(of_rows)
     takes_flag = not isinstance(section, sections.CustomOptimizer)
     return OptimizerSet(parameters, held, optimizers, takes_flag, peak_lr=lr, of_rows=of_rows)
@@ -226,7 +224,7 @@ class _Built:
         own = chosen_groups(touched, section.rows, "optimizer.rows")
         return row_adamw(section, self.groups(touched, lr), own, held)
 
-    def _layouts(self) -> dict[torch.Tensor, ShardLayout]:
+    def _layouts(self) -> Layouts:
         """How each parameter lies over processes, by what this one holds of it."""
         from tuner.parallel.layouts import layouts_of  # an update of single elements needs none
 
@@ -253,8 +251,7 @@ class _Built:
 
 def hidden_matrices(parameters: Mapping[str, nn.Parameter], outer: Set[str]) -> list[str]:
     """Names of the matrices that Muon updates: all but those of the ends of the network. RecipeError for none."""
-    inner = {name: p for name, p in parameters.items() if name not in outer and p.ndim == 2}
-    hidden = [name for name, parameter in inner.items() if is_matrix(name, parameter)]
+    hidden = [n for n, p in parameters.items() if n not in outer and p.ndim == 2 and is_matrix(n, p)]
     if not hidden:
         raise RecipeError("optimizer.kind: muon has no hidden matrix to train", hint="write kind: adamw")
     return hidden
@@ -267,12 +264,8 @@ def coded_matrices(parameters: Mapping[str, nn.Parameter], embeddings: Set[str])
     Dettmers et al. 2022 (section 2.3) found training to become unstable.
     """
     found = [
-        name
-        for name, parameter in parameters.items()
-        if is_matrix(name, parameter)
-        and name not in embeddings
-        and parameter.numel() >= moments.LEAST_NUMBERS
-        and moments.rows_of(parameter.shape)[1] >= moments.LEAST_WIDTH
+        name for name, parameter in parameters.items() if is_matrix(name, parameter) and name not in embeddings
+        and parameter.numel() >= moments.LEAST_NUMBERS and moments.rows_of(parameter.shape)[1] >= moments.LEAST_WIDTH
     ]
     if not found:
         raise RecipeError(
@@ -288,8 +281,7 @@ def chosen_groups(names: Iterable[str], groups: Sequence[Group], of: str = "opti
     known, found = list(names), dict[str, Group]()
     for number, group in enumerate(groups):
         key = f"{of}.{number}"
-        fresh = [name for name in select(group.match, known, f"{key}.match") if name not in found]
-        if not fresh:
+        if not (fresh := [name for name in select(group.match, known, f"{key}.match") if name not in found]):
             raise RecipeError(f"{key}: earlier groups have all that it means", hint="put the narrower group first")
         found |= dict.fromkeys(fresh, group)
     return found
@@ -322,9 +314,8 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
     """Fused AdamW (Loshchilov & Hutter 2019)."""
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
     for parameter in (parameter for group in groups for parameter in group["params"]):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments.zero_averages(parameter)
-        }
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step, **moments.zero_averages(parameter)}
     return optimizer
 
 
@@ -354,7 +345,7 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     elif moment.endswith("_scales"):
         shape, dims = moments.scales_shape(like.shape), every[:2]
     elif moment in {"exp_avg_sq_row", "exp_avg_sq_col"}:
-        dims = moments.moment_dims(moment, like.ndim)
+        dims = tuple(dim for dim in every if dim != like.ndim - (1 if moment == "exp_avg_sq_row" else 2))
         shape = torch.Size(like.shape[dim] for dim in dims)
     elif tensor.shape != part.shape:  # of an optimizer that has the parameter whole
         shape, dims = tensor.shape, ()

@@ -139,14 +139,13 @@ def mark_steps(
     marks: Sequence[Duration], plan: Plan, row_tokens: npt.NDArray[np.int64], key: str = "checkpoint.marks"
 ) -> frozenset[int]:
     """The steps of the recipe's ``key``. Raises RecipeError for one after the run's end."""
-    steps = frozenset(steps_of(mark, plan, row_tokens) for mark in marks)
-    if steps and max(steps) > plan.total_steps:
-        late = next(mark for mark in marks if steps_of(mark, plan, row_tokens) > plan.total_steps)
+    steps = {steps_of(mark, plan, row_tokens): mark for mark in marks}
+    if (last := max(steps, default=0)) > plan.total_steps:
         raise RecipeError(
-            f"{key}: {late} is step {max(steps):,}, the run ends at {plan.total_steps:,}",
+            f"{key}: {steps[last]} is step {last:,}, the run ends at {plan.total_steps:,}",
             hint="remove it, or lengthen train.duration",
         )
-    return steps
+    return frozenset(steps)
 
 
 Shape = Literal["linear", "cosine", "sqrt", "inverse_sqrt"]

@@ -48,10 +48,6 @@ class Criterion:
         figure = figures.get(metric.split("/")[1])
         return Criterion(metric, "lower" if figure is None else figure.better)
 
-    @staticmethod
-    def of_task(metric: str, is_lower_better: bool) -> Criterion:
-        """That of a figure of a task."""
-        return Criterion(metric, "lower" if is_lower_better else "higher")
 
     def is_in(self, line: Mapping[str, float]) -> bool:
         """Whether an evaluation measured it: not every one scores every task."""
@@ -75,10 +71,6 @@ class Best:
     metric: str
     step: int
     value: float
-
-    def as_state(self) -> dict[str, Any]:
-        """Its part of a checkpoint's JSON state and of `run.json`."""
-        return asdict(self)
 
 
 def best_after(best: Best | None, keeps: Criterion | None, step: int, line: Mapping[str, float]) -> Best | None:

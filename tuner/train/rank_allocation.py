@@ -42,8 +42,7 @@ class RankAllocation(StepPart):
         for kept in (self._allocator.ipt, self._allocator.exp_avg_ipt, self._allocator.exp_avg_unc):
             kept.update({name: torch.zeros_like(one.data) for name, one in self._parameters.items()})
         self._left = {
-            name: torch.ones(len(one), dtype=torch.uint8, device=one.device)
-            for name, one in self._parameters.items()
+            name: torch.ones(len(one), dtype=torch.uint8, device=one.device) for name, one in self._parameters.items()
             if ".lora_E." in name
         }
         self._step = torch.zeros((), dtype=torch.int64)
@@ -58,11 +57,9 @@ class RankAllocation(StepPart):
 
     def terms(self, batch: Batch, terms: Terms) -> Terms:
         """With how far the matrices are from orthogonal ones, the mean over them of a Frobenius norm."""
-        norms = []
-        for name, one in self._parameters.items():
-            if ".lora_E." not in name:
-                product = one @ one.T if ".lora_A." in name else one.T @ one
-                norms.append(torch.norm(product - torch.eye(len(product), device=one.device), p="fro"))
+        matrices = {name: one for name, one in self._parameters.items() if ".lora_E." not in name}
+        products = [one @ one.T if ".lora_A." in name else one.T @ one for name, one in matrices.items()]
+        norms = [torch.norm(each - torch.eye(len(each), device=each.device), p="fro") for each in products]
         value = self._weight * torch.stack(norms).mean() / self._parts
         return Terms({**terms.losses, TERM: Sum(value, _PER)}, terms.figures)
 

@@ -115,10 +115,7 @@ class RowAdamW(FlaggedOptimizer):
         super().__init__(groups)
         self._touched = dict(touched)
         for parameter in self._touched:
-            self.state[parameter] = {
-                **zero_averages(parameter),
-                UPDATES: torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device),
-            }
+            self.state[parameter] = {**zero_averages(parameter), UPDATES: parameter.new_zeros(len(parameter))}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

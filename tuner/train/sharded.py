@@ -12,7 +12,7 @@ from torch import nn
 
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer
 from tuner.parallel.fsdp import sum_of_squares
-from tuner.parallel.layouts import ShardLayout, added_up, map_whole_matrices
+from tuner.parallel.layouts import Layouts, ShardLayout, added_up, map_whole_matrices
 from tuner.train.moments import FlaggedOptimizer, zeros_like
 
 SMALL_SQUARE = 1e-30
@@ -24,7 +24,7 @@ SMALL_SCALE = 1e-3
 class ShardedOptimizer(FlaggedOptimizer):
     """What both have: layouts, and gradients that a step uses up."""
 
-    def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], layouts: Layouts) -> None:
         super().__init__(groups)
         self._layouts = layouts
         self._keep: torch.Tensor | None = None
@@ -55,9 +55,7 @@ class ShardedAdafactor(ShardedOptimizer):
     torch.optim.Adafactor refuses sharded tensors and asks the host for three numbers a parameter.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], section: AdafactorOptimizer
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], layouts: Layouts, section: AdafactorOptimizer) -> None:
         super().__init__(groups, layouts)
         self._section = section
         for parameter in self.parameters:
@@ -67,18 +65,18 @@ class ShardedAdafactor(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step; no closure."""
-        work, keep = self._work(), self._keep
+        work = self._work()
         layouts = [self._layouts[p] for p, _, _ in work]
         columns = [number for number, (_, gradient, _) in enumerate(work) if gradient.ndim > 1]
         matrices = [_Squares.of(work[number][1], layouts[number]) for number in columns]
         found = dict(zip(columns, _added_up(matrices), strict=True))
         for number, (parameter, gradient, _) in enumerate(work):
-            self._take_squares(parameter, gradient, found.get(number), keep)
+            self._take_squares(parameter, gradient, found.get(number))
         means = self._means([work[number][0] for number in columns], [layouts[number] for number in columns])
         for parameter, gradient, _ in work:
             self._make_update(parameter, gradient, means)
-            if keep is not None:
-                gradient.masked_fill_(~keep, 0.0)  # moments that have seen nothing divide by zero
+            if self._keep is not None:
+                gradient.masked_fill_(~self._keep, 0.0)  # moments that have seen nothing divide by zero
         squares = [sum_of_squares([gradient]).float() for _, gradient, _ in work]
         if self._section.scale_parameter:
             squares += [sum_of_squares([parameter]).float() for parameter, _, _ in work]
@@ -92,11 +90,9 @@ class ShardedAdafactor(ShardedOptimizer):
             self._decay(parameter, group)
             parameter.addcmul_(update, size, value=-group["lr"])
 
-    def _take_squares(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, squares: _Squares | None, keep: torch.Tensor | None
-    ) -> None:
+    def _take_squares(self, parameter: torch.Tensor, gradient: torch.Tensor, squares: _Squares | None) -> None:
         """Take the squares of a gradient into the moments."""
-        state = self.state[parameter]
+        state, keep = self.state[parameter], self._keep
         state["step"] += 1 if keep is None else keep
         share = state["step"].clamp(min=1).pow(self._section.decay_rate)  # of the new squares: 1 - beta2
         if keep is not None:
@@ -161,9 +157,8 @@ def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     if parameter.ndim < 2:
         return {"exp_avg_sq": torch.zeros_like(parameter)}
     shape = parameter.shape
-    return {
-        "exp_avg_sq_row": parameter.new_zeros(shape[:-1]), "exp_avg_sq_col": parameter.new_zeros(*shape[:-2], shape[-1])
-    }
+    rows, columns = parameter.new_zeros(shape[:-1]), parameter.new_zeros(*shape[:-2], shape[-1])
+    return {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
 
 
 class ShardedMuon(ShardedOptimizer):
@@ -174,9 +169,7 @@ class ShardedMuon(ShardedOptimizer):
     one process the result is torch's, bit for bit.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], section: MuonOptimizer
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], layouts: Layouts, section: MuonOptimizer) -> None:
         super().__init__(groups, layouts)
         self._section, self._orthogonal = section, _Orthogonal(section.ns_steps)
         for parameter in self.parameters:
@@ -205,10 +198,7 @@ class ShardedMuon(ShardedOptimizer):
     def _update(self, buffer: torch.Tensor, gradient: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
         """Take a gradient into the momentum; return what is to be made orthogonal, in bf16."""
         momentum = self._section.momentum
-        if keep is None:
-            buffer.lerp_(gradient, 1 - momentum)
-        else:
-            buffer.lerp_(gradient, torch.where(keep, 1 - momentum, 0.0))
+        buffer.lerp_(gradient, 1 - momentum if keep is None else torch.where(keep, 1 - momentum, 0.0))
         return (gradient.lerp_(buffer, momentum) if self._section.nesterov else buffer).to(torch.bfloat16, copy=True)
 
 

@@ -82,10 +82,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What scale and parts keep from step to step, by the names that checkpoints have for it."""
-        found = dict(self.scaling.tensors())
-        for part in self.parts:
-            found |= part.tensors()
-        return found
+        kept = (self.scaling.tensors(), *(part.tensors() for part in self.parts))
+        return {name: tensor for own in kept for name, tensor in own.items()}
 
 
 @dataclass(frozen=True)
@@ -150,18 +148,19 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     # The norm and every term in one all-reduce: on each rank they are the same bits, so all ranks decide alike.
     # The norm's part is a sum of squares, divided by how many processes hold the same numbers: the root comes last.
     squares = squared_norm(list(state.gradients().values()), state.step_config.mesh).to(state.step_config.device)
-    terms = [*sums.losses.values(), *sums.figures.values()]
+    terms = sums.losses | sums.figures
     # float64: a sum over thousands of ranks and millions of tokens keeps what float32 would round away.
-    totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
+    totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms.values()))])
     if dist.is_initialized():
         dist.all_reduce(totals)
         # Who computes a layer together computes the same terms; who shares a row has divided its own before.
         totals[1:] /= state.step_config.mesh.tensor
-    means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
+    parts = zip(terms.items(), totals[1:].unbind(), strict=True)
+    means = {name: Sum(total, term.per).mean(counts) for (name, term), total in parts}
     # This step writes from here on what a save beside training may still be reading: the scale, then the parameters.
     state.fence.wait()
     norm = state.scaling.norm(totals[0])
-    values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), norm])
+    values = torch.stack([functools.reduce(operator.add, (means[name] for name in sums.losses)), norm])
     skip, halt = state.guard.judge(values, state.scaling.judge(values[0], norm))
     state.optimizer.set_factor(factor)
     # `skip` stays on the device, as what kernels call `found_inf`: nobody waits to learn whether there was an update.
@@ -169,15 +168,10 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     state.optimizer.zero_grad()  # to None: the memory is free until the next backward pass
     for part in state.parts:
         part.after_update(skip)
-    counted = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
-    figures = {name: counted[name] for name in logged(sums) if name in counted}  # a mean over nothing is left out
+    figures = {name: means[name] for name in logged(sums) if counts[terms[name].per]}  # not a mean over nothing
     figures |= state.scaling.figures()
     reported = torch.cat([values, torch.stack([skip, halt]), *(figure[None] for figure in figures.values())])
     return StepScalars(reported, tuple(figures), state.step_config.device)
-
-
-def _names(terms: Terms) -> tuple[str, ...]:
-    return (*terms.losses, *terms.figures)
 
 
 def skip_step(state: TrainState) -> StepScalars:
@@ -226,7 +220,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         columns[number] = device_columns(root, state.method, batch, step_config)
         seed(number)
         with step_config.autocast():
-            root(*_on_device(batch, state.method.positions(batch)[:0], step_config), no_objective)
+            root(*on_device(batch, state.method.positions(batch)[:0], step_config), no_objective)
 
     for part in state.parts:
         part.before_forward(StepForwards(batches, forward_to_hidden))
@@ -269,12 +263,8 @@ def _sum_over_processes(state: TrainState) -> None:
 
 
 def microbatch_terms(
-    root: CausalLM,
-    method: Method,
-    batch: Batch,
-    step_config: StepConfig,
-    shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    columns: Mapping[str, torch.Tensor] | None = None,
+    root: CausalLM, method: Method, batch: Batch, step_config: StepConfig,
+    shared: Mapping[str, torch.Tensor] = MappingProxyType({}), columns: Mapping[str, torch.Tensor] | None = None,
 ) -> Terms:
     """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`step_estimates`
     gave, ``columns`` what :func:`device_columns` did, where that was asked before."""
@@ -336,12 +326,12 @@ def _at_positions(
     root: CausalLM, method: Method, batch: Batch, step_config: StepConfig, objective: Objective[Result]
 ) -> Result:
     """What the objective makes of the positions that the method wants of one micro-batch."""
-    microbatch = _on_device(batch, method.positions(batch), step_config)
+    microbatch = on_device(batch, method.positions(batch), step_config)
     with step_config.autocast():
         return method.forward(root, microbatch, objective)
 
 
-def _on_device(batch: Batch, at: npt.NDArray[np.int64], step_config: StepConfig) -> Microbatch:
+def on_device(batch: Batch, at: npt.NDArray[np.int64], step_config: StepConfig) -> Microbatch:
     """A batch as the model takes it, with these positions of it."""
     arrays = (batch.input_ids, batch.position_ids, batch.targets[at])
     ids, places, wanted = (to_device(array, step_config.device) for array in arrays)

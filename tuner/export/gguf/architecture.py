@@ -93,12 +93,10 @@ class Architecture:
         return {f"{self.name}.{key}": value for key, value in found.items()}
 
     def _window(self) -> dict[str, Any]:
-        window = self.facts.get("sliding_window")
-        if not window:
+        if not (window := self.facts.get("sliding_window")):
             return {}
-        if self.row.get("window") == "key":
-            return {"attention.sliding_window": int(window)}
-        return {"context_length": self.context}
+        is_key = self.row.get("window") == "key"
+        return {"attention.sliding_window": int(window)} if is_key else {"context_length": self.context}
 
     def _rope(self) -> dict[str, Any]:
         rope = self.facts["rope"]
@@ -111,8 +109,7 @@ class Architecture:
         if kind != "yarn" or others:
             raise RecipeError(f"rope_parameters of {kind} {others or ''}: no GGUF of these positions is proven")
         return {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": float(factor),
+            "rope.scaling.type": "yarn", "rope.scaling.factor": float(factor),
             "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
         }
 
@@ -136,8 +133,7 @@ class Architecture:
         """
         if (parts := self._columns(name, source)) is not None:
             return parts
-        target = self._names.get_name(name, try_suffixes=_SUFFIXES)
-        if target is None:
+        if (target := self._names.get_name(name, try_suffixes=_SUFFIXES)) is None:
             raise RecipeError(f"{name}: has no place in llama.cpp's {self.name}: the model cannot be written")
         return {target if target.endswith(_SUFFIXES) else f"{target}.weight": self._laid_out(name, source)}
 
@@ -177,9 +173,7 @@ def _computed(config: PretrainedConfig) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
     return {
-        "head_dim": head_dim,
-        "rotary_dim": int(head_dim * float(rope.get("partial_rotary_factor", 1.0))),
-        "rope": rope,
+        "head_dim": head_dim, "rotary_dim": int(head_dim * float(rope.get("partial_rotary_factor", 1.0))), "rope": rope,
         "rope_theta": rope.get("rope_theta"),
         "hidden_act": getattr(facts, "hidden_act", None) or getattr(facts, "hidden_activation", None),
     }
@@ -202,8 +196,7 @@ def _stacked(published: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
 def _stack(sources: list[TensorSource]) -> TensorSource:
     first = sources[0]
     return TensorSource(
-        (len(sources), *first.shape),
-        first.dtype,
+        (len(sources), *first.shape), first.dtype,
         lambda start, stop: torch.stack([source.whole() for source in sources[start:stop]]),
     )
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -147,8 +147,7 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
 
     ``context`` is how many tokens the file allows.
     """
-    config: Any = model.config
-    config = config.get_text_config()
+    config: Any = cast(Any, model.config).get_text_config()
     limit = max(1, min(context, LONG_TOKENS) - TOKENS)
     joined = list(itertools.chain.from_iterable(bare for bare, _ in texts.ids))
     window = int(getattr(config, "sliding_window", None) or 0)
@@ -169,9 +168,7 @@ class LlamaAnswers:
     continued: Sequence[tuple[list[int], list[Likeliest]]]
 
 
-def answers_of(
-    file: Path, texts: Texts, prompts: Prompts, tokens: int = TOKENS, adapter: Path | None = None
-) -> LlamaAnswers:
+def answers_of(file: Path, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> LlamaAnswers:
     """Ask llama.cpp. Raises VerificationError where it does not answer."""
     try:
         with served(file, prompts.context, exact=True, adapter=adapter) as engine:
@@ -181,7 +178,7 @@ def answers_of(
                 rendered,
                 [engine.ids(text, framed=True) for text in rendered],
                 [engine.ends(prompts.ids[0], token) for token in texts.ends],
-                [engine.continued(prompt, tokens, TOP) for prompt in prompts.ids],
+                [engine.continued(prompt, TOKENS, TOP) for prompt in prompts.ids],
             )
     except (DataError, MachineError, RecipeError) as error:
         raise not_published(f"{error.message.removeprefix(f'{file}: ')}") from error
@@ -189,7 +186,7 @@ def answers_of(
 
 def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
-    answers = answers_of(file, texts, prompts, adapter=adapter)
+    answers = answers_of(file, texts, prompts, adapter)
     _require_texts(texts, answers)
     figures = measured(texts, prompts, answers)
     if kind == "f32":
@@ -316,12 +313,8 @@ class GgufReport:
 
 
 def export_gguf(
-    source: GgufSource,
-    kind: str,
-    output: Path | None = None,
-    shard_bytes: int | None = None,
-    with_modelfile: bool = False,
-    verify: bool = True,
+    source: GgufSource, kind: str, output: Path | None = None, shard_bytes: int | None = None,
+    with_modelfile: bool = False, verify: bool = True,
 ) -> GgufReport:
     """Write a file of a type, prove and publish it. ``output``, or the source's own place, must not be there.
 
@@ -335,7 +328,7 @@ def export_gguf(
     if kind in table("mixes"):
         file.quantizer()
     target = output or source.place.with_name(f"{source.place.name}-{kind}.gguf")
-    _require_choices(source, kind, target, shard_bytes, with_modelfile)
+    _check_choices(source, kind, target, shard_bytes, with_modelfile)
     with quiet(), ExitStack() as stack:
         for info in source.checkpoints:
             stack.enter_context(CheckpointHold(info.path))
@@ -387,9 +380,7 @@ def _publish(files: Sequence[Path], target: Path, model: Modelfile | None) -> li
     return [final] if len(files) == 1 else [final / path.name for path in files]
 
 
-def _require_choices(
-    source: GgufSource, kind: str, target: Path, shard_bytes: int | None, with_modelfile: bool
-) -> None:
+def _check_choices(source: GgufSource, kind: str, target: Path, shard_bytes: int | None, with_modelfile: bool) -> None:
     """Raise RecipeError where a target is there or no file's name, or options do not go together."""
     if target.suffix != ".gguf":
         raise RecipeError(f"{target}: no name of a GGUF file", hint=f"write --output {target.name}.gguf")

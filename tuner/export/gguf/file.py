@@ -35,6 +35,8 @@ TYPES = (
     "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 )  # fmt: skip
 """Of files; those of blocks with the closest to the trained weights first."""
+_OF_FILES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
+"""What the format calls files of these types; others by a rule."""
 _OF_FILE, _OF_TENSOR = 512, 128
 """Bytes, more than enough, of what every file says of itself, and of each tensor besides its name."""
 _KINDS = {bool: Value.BOOL, int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
@@ -53,9 +55,7 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
         return "f32"
     if wanted not in ROUNDED:
         return wanted
-    if shape[-1] % 32:
-        return "f16"
-    return "q8_0" if name in _HEADS else wanted
+    return "f16" if shape[-1] % 32 else "q8_0" if name in _HEADS else wanted
 
 
 def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
@@ -71,7 +71,8 @@ def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
     Several lie in a directory of the file's name without `.gguf`, named as llama.cpp reads them. Raises MachineError,
     and what the tensors' sources raise.
     """
-    keys = {**keys, "general.quantization_version": gguf.GGML_QUANT_VERSION, "general.file_type": _file_type(wanted)}
+    kind = gguf.LlamaFileType[_OF_FILES.get(wanted, f"MOSTLY_{wanted.upper()}")]
+    keys = {**keys, "general.quantization_version": gguf.GGML_QUANT_VERSION, "general.file_type": int(kind)}
     types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
     if wanted in table("mixes"):
         matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
@@ -107,10 +108,7 @@ def _nbytes(kind: str, shape: tuple[int, ...]) -> int:
 
 
 def _write_file(
-    path: Path,
-    architecture: str,
-    keys: Mapping[str, Any],
-    tensors: Mapping[str, TensorSource],
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, TensorSource],
     types: Mapping[str, str],
 ) -> None:
     writer = gguf.GGUFWriter(None, architecture)
@@ -152,11 +150,6 @@ def _blocks(source: TensorSource, kind: str) -> Iterator[memoryview]:
             yield quantized(block, kind)
 
 
-def _file_type(wanted: str) -> int:
-    name = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}.get(wanted, f"MOSTLY_{wanted.upper()}")
-    return int(gguf.LlamaFileType[name])
-
-
 _PART = re.compile(r"blk\.(\d+)\.(attn_v|attn_k|attn_qkv|attn_output|ffn_down)(?:_exps)?\.weight")
 _HEAD, _EMBEDDINGS = "output.weight", "token_embd.weight"
 _NARROWER = {
@@ -173,10 +166,9 @@ _WIDE = {"q6_k", "q5_k_m", "q5_k_s", "q3_k_l"}
 
 def mixed(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, Any], wanted: str) -> dict[str, str]:
     """The type of each of the matrices of a model in a file of this type, by the model's keys."""
-    mix, (architecture, facts) = table("mixes")[wanted], _facts(keys)
-    layers, experts, gqa = (facts[key] for key in ("layers", "experts", "gqa"))
+    mix, (architecture, layers, experts, gqa) = table("mixes")[wanted], _facts(keys)
     parts: dict[str, list[str]] = {}
-    for name in sorted(shapes, key=_in_order):
+    for name in sorted(shapes, key=lambda name: (_layer(name), name)):
         if match := _PART.fullmatch(name):
             parts.setdefault(_SAME.get(match[2], match[2]), []).append(name)
     found = dict.fromkeys(shapes, str(mix["most"]))
@@ -197,23 +189,18 @@ def mixed(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, Any], wanted
     return found
 
 
-def _facts(keys: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+def _facts(keys: Mapping[str, Any]) -> tuple[str, int, int, int]:
     """The architecture, its layers and experts, and how many query heads share one of keys in the first layer."""
     architecture = next(key for key in keys if key.endswith(".block_count")).partition(".")[0]
     heads, kv = (keys[f"{architecture}.attention.{key}"] for key in ("head_count", "head_count_kv"))
     kv = kv[0] if isinstance(kv, list) else kv
-    experts = keys.get(f"{architecture}.expert_count", 0)
-    layers = keys[f"{architecture}.block_count"]
-    return architecture, {"layers": layers, "experts": experts, "gqa": heads // kv if kv else 0}
+    layers, experts = keys[f"{architecture}.block_count"], keys.get(f"{architecture}.expert_count", 0)
+    return architecture, layers, experts, heads // kv if kv else 0
 
 
 def _layer(name: str) -> int:
     layer = name.split(".")[1]
     return int(layer) if layer.isdigit() else -1
-
-
-def _in_order(name: str) -> tuple[int, str]:
-    return _layer(name), name
 
 
 def _size(kind: str) -> int:
@@ -242,8 +229,7 @@ def quantizer() -> Any:
     function: Any = getattr(ctypes.CDLL(found.origin), "ggml_quantize_chunk", None) if found and found.origin else None
     if function is None:
         raise MachineError(
-            "K-quants are written by llama.cpp's own code, which is missing",
-            hint="install it: pip install xllamacpp",
+            "K-quants are written by llama.cpp's own code, which is missing", hint="install it: pip install xllamacpp"
         )
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = (ctypes.c_int, pointer, pointer, number, number, number, pointer)

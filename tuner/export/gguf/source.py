@@ -71,12 +71,7 @@ def source_of(path: Path, warn: Warn, step: Which, weights: Weights, is_adapter:
 def _of_directory(path: Path) -> GgufSource:
     """A Hugging Face directory of a whole model. Raises DataError."""
     return GgufSource(
-        config_in(path),
-        path,
-        path,
-        {"general.name": path.name},
-        generation_in(path),
-        partial(_tensors_in, path),
+        config_in(path), path, path, {"general.name": path.name}, generation_in(path), partial(_tensors_in, path),
         partial(verify.load_plain, path, "tokens"),
     )
 
@@ -108,20 +103,15 @@ def _of_adapter(path: Path) -> GgufSource:
         layers: Any = lora_layers(loaded())
         return {
             f"{name.removeprefix(_IN_PEFT)}.weight": LowRank(
-                layer.lora_A[ADAPTER].weight.detach().float(),
-                layer.lora_B[ADAPTER].weight.detach().float(),
+                layer.lora_A[ADAPTER].weight.detach().float(), layer.lora_B[ADAPTER].weight.detach().float(),
                 float(layer.scaling[ADAPTER]),
             )
             for name, layer in layers
         }
 
     return replace(
-        _of_directory(base),
-        place=path,
-        tokenizer_directory=path if (path / "tokenizer.json").is_file() else base,
-        lineage={"general.name": path.name},
-        reference=loaded,
-        low_rank=low_rank,
+        _of_directory(base), place=path, tokenizer_directory=path if (path / "tokenizer.json").is_file() else base,
+        lineage={"general.name": path.name}, reference=loaded, low_rank=low_rank,
     )
 
 
@@ -145,16 +135,10 @@ def _of_run(source: ExportSource, is_adapter: bool) -> GgufSource:
 
     place = export_dir(source.run_dir, source.step, "adapter" if is_adapter else "")
     return GgufSource(
-        read_config(source),
-        path_of(place, source.weights),
-        source.run_dir / TOKENIZER,
-        _lineage(source),
-        generation_in(source.run_dir / MODEL_CONFIG),
-        tensors,
-        lambda: load_trained(source).eval(),
+        read_config(source), path_of(place, source.weights), source.run_dir / TOKENIZER, _lineage(source),
+        generation_in(source.run_dir / MODEL_CONFIG), tensors, lambda: load_trained(source).eval(),
         (lambda files: ExportedValues(source, trained_skeleton(source), files).low_rank()) if is_adapter else None,
-        verify.recorded_ids(source),
-        source.checkpoints,
+        verify.recorded_ids(source), source.checkpoints,
     )
 
 
@@ -183,8 +167,7 @@ def _lineage(source: ExportSource) -> Mapping[str, Any]:
     }
     if source.hub_name is not None:
         found |= {
-            "general.base_model.count": 1,
-            "general.base_model.0.name": source.hub_name.rpartition("/")[2],
+            "general.base_model.count": 1, "general.base_model.0.name": source.hub_name.rpartition("/")[2],
             "general.base_model.0.repo_url": f"https://huggingface.co/{source.hub_name}",
         }
     return {key: value for key, value in found.items() if value is not None}

@@ -18,19 +18,15 @@ def files_of(path: Path) -> tuple[dict[str, Path], int | None]:
     Its Modelfile is named so there. Raises DataError for a file that is cut short or missing, RecipeError for one that
     was not verified when it was written here.
     """
-    match = _SHARD.fullmatch(path.name)
     paths = [path]
-    if match is not None:
+    if match := _SHARD.fullmatch(path.name):
         paths = [path.with_name(f"{match[1]}-{at:05d}-of-{match[3]}.gguf") for at in range(1, int(match[3]) + 1)]
     facts = [_facts(each) for each in paths][0]
     verified = facts.get("tuner.verified")
     if verified is None or verified == "not verified":
-        raise RecipeError(
-            f"{paths[0]}: it was {verified or 'not written by tuner export-gguf'}",
-            hint="write it verified: tuner export-gguf",
-        )
-    step = str(facts.get("tuner.step", ""))
-    model = place(path)
+        what = f"{paths[0]}: it was {verified or 'not written by tuner export-gguf'}"
+        raise RecipeError(what, hint="write it verified: tuner export-gguf")
+    step, model = str(facts.get("tuner.step", "")), place(path)
     found = {each.name: each for each in paths} | ({"Modelfile": model} if model.is_file() else {})
     return found, int(step) if step.isdigit() else None
 

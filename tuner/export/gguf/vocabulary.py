@@ -71,9 +71,8 @@ def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, Any]:
     keys: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": number for name, number in known.items()}
     keys["tokenizer.ggml.add_bos_token"] = before > 0 and chats_begin_so(tokenizer)
     keys["tokenizer.ggml.add_eos_token"] = after > 0
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        template = template.get("default")
+    given = tokenizer.chat_template
+    template = given.get("default") if isinstance(given, Mapping) else given
     return keys | ({"tokenizer.chat_template": template} if template else {})
 
 
@@ -153,8 +152,7 @@ def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
         splits = [_split(pattern) for pattern in cut["splits"]]
         bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         other = {
-            **facts,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
+            **facts, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
             "model": {**facts["model"], "ignore_merges": bool(cut.get("whole"))},
         }
         if _ids(other, texts) == wanted:

@@ -15,12 +15,10 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
 from tuner.model.output_layer import OutputLayer
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
-from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
-from tuner.train.methods.pretrain import TokenMean
+from tuner.train.methods.method import Counts, DeviceColumns, Method, Sum, Terms, logged
+from tuner.train.methods.pretrain import LossAndFigures, TokenMean
 
-LossFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-]
+LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], LossAndFigures]
 """From hidden states ``[N, D]``, the output layer's weight ``[V, D]`` and bias ``[V]`` or None, and targets int64
 ``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
 TAKEN = ("step", "loss", "skipped", "kind", "overflow", "reason", *STEP_FIGURES)
@@ -34,9 +32,7 @@ def token_mean(function: LossFunction, name: str) -> TokenMean:
     start.
     """
 
-    def loss(
-        hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def loss(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> LossAndFigures:
         bias, scale = head.bias, head.transform.scale
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
@@ -63,9 +59,7 @@ class OwnMethod(Protocol):
         """As :meth:`Method.columns`."""
         ...
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """As :meth:`Method.terms`."""
         ...
 
@@ -91,9 +85,7 @@ class Checked(Method):
         with self._named():
             return self._method.columns(batch)
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The method's own, or PluginError. It gets all hidden states, where rows are cut over processes."""
         if not self._takes_share:
             hidden, head = head.join(hidden), head.of_one

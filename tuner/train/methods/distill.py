@@ -18,7 +18,7 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.model.divergence import Distillation, Tail, TeacherLogits, TopTeacher, WholeTeacher, distil
 from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
-from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms
+from tuner.train.methods.method import Counts, DeviceColumns, Method, Microbatch, Sum, Terms
 
 KEPT = ("ids", "log_p", "rest", "next")
 """The columns of a teacher's most probable tokens, by the names of :class:`TopTeacher`'s fields."""
@@ -73,7 +73,7 @@ class Distill(Method):
         return replace(batch, of_trained={"ids": ids, "log_p": log_p, "rest": made, "next": made})
 
     def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor],
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns,
         teacher: TeacherLogits | None = None,
     ) -> Terms:
         """The loss against the teacher, or what the columns hold of it."""

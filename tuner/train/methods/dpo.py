@@ -36,7 +36,7 @@ from tuner.config.methods import DpoLoss, DpoMethod
 from tuner.data.batches import Batch
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods import preference
-from tuner.train.methods.method import Sum, Terms
+from tuner.train.methods.method import DeviceColumns, Sum, Terms
 
 PairLoss = Callable[[preference.Pairs, DpoMethod], torch.Tensor]
 """From the log-ratios of the answers to the loss of each pair, ``[pairs]``."""
@@ -87,9 +87,7 @@ class Dpo(preference.PairMethod):
             preference.require_margins(batch)
         return super().columns(batch)
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The losses, and the figures of the implicit rewards."""
         section, reference = self._section, columns[preference.REFERENCE]
         log_p = preference.answers(hidden, head, targets, columns)
@@ -99,8 +97,8 @@ class Dpo(preference.PairMethod):
         losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
         if section.sft_weight:
             losses.append(preference.chosen_cross_entropy(log_p, section.sft_weight))
-        rewards = ratios.detached.times(section.beta)
-        return Terms(dict(zip(section.losses, losses, strict=True)), preference.pair_figures(rewards, log_p))
+        figures = preference.pair_figures(ratios.times(section.beta), log_p)
+        return Terms(dict(zip(section.losses, losses, strict=True)), figures)
 
 
 build = Dpo

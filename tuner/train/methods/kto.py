@@ -8,7 +8,6 @@ global batch before the first forward, so that neither micro-batches nor process
 for answers with labels (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from tuner.config.methods import KtoMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Counts, Sum, Terms
+from tuner.train.methods.method import Counts, DeviceColumns, Sum, Sums, Terms
 from tuner.train.methods.preference import REFERENCE, AnswerMethod, log_probabilities
 
 LABEL = "label"
@@ -61,17 +60,13 @@ class Kto(AnswerMethod):
         filled = super().made_up(batch)
         return replace(filled, columns={**made, **filled.columns})
 
-    def estimates(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> dict[str, Sum]:
+    def estimates(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Sums:
         """The log-ratios of mismatched documents."""
         reference = columns[MISMATCHED if self.reference == "columns" else REFERENCE]
         ratios = log_probabilities(hidden, head, targets, columns["trained"]) - reference
         return {"kl": Sum(ratios.sum(), "mismatched")}
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The loss, and the figures of the implicit rewards."""
         section, good = self._section, columns[LABEL]
         ratios = log_probabilities(hidden, head, targets, columns["trained"]) - columns[REFERENCE]
@@ -80,10 +75,8 @@ class Kto(AnswerMethod):
         signed = torch.where(good, kl - ratios, ratios - kl)
         loss = (weights * torch.sigmoid(section.beta * signed)).sum()
         rewards = section.beta * ratios.detach()
-        figures = {
-            "reward_desirable": Sum((rewards * good).sum(), "desirable"),
-            "reward_undesirable": Sum((rewards * ~good).sum(), "undesirable"),
-        }
+        each = {"desirable": good, "undesirable": ~good}
+        figures = {f"reward_{label}": Sum((rewards * of_label).sum(), label) for label, of_label in each.items()}
         if self.mismatched:
             figures["kl"] = Sum(kl * len(good), "documents")
         return Terms({"loss": Sum(loss, "documents")}, figures)

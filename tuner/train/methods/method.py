@@ -21,6 +21,8 @@ from tuner.model.row_layout import Positions
 
 Counts = Mapping[str, float]
 """How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
+DeviceColumns = Mapping[str, torch.Tensor]
+"""What a method knows of a micro-batch besides its tokens, by name, on the device."""
 
 
 class Sum(NamedTuple):
@@ -32,6 +34,10 @@ class Sum(NamedTuple):
     def mean(self, counts: Counts) -> torch.Tensor:
         """Its share of the mean over the global batch; that of nothing is the sum itself, a zero."""
         return self.value / (counts[self.per] or 1)
+
+
+Sums = dict[str, Sum]
+"""Sums by name."""
 
 
 class Microbatch(NamedTuple):
@@ -50,8 +56,8 @@ class Terms(NamedTuple):
     The loss of a step is the sum of its terms' means. A tuple of dicts, since FSDP2 finds tensors in nothing else.
     """
 
-    losses: dict[str, Sum]
-    figures: dict[str, Sum]
+    losses: Sums
+    figures: Sums
 
     def loss(self, counts: Counts) -> torch.Tensor:
         """What the backward pass starts from: the sums over the micro-batch, divided by the global batch's counts."""
@@ -70,7 +76,7 @@ class Terms(NamedTuple):
         return Terms(_added(earlier.losses, self.losses), _added(earlier.figures, self.figures))
 
 
-def _added(earlier: Mapping[str, Sum], new: Mapping[str, Sum]) -> dict[str, Sum]:
+def _added(earlier: Sums, new: Sums) -> Sums:
     detached = {name: Sum(one.value.detach(), one.per) for name, one in new.items()}
     return {n: Sum(earlier[n].value + one.value, one.per) if n in earlier else one for n, one in detached.items()}
 
@@ -113,15 +119,13 @@ class Method(ABC):
         return batch.trained_positions
 
     def reference_values(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns
     ) -> dict[str, torch.Tensor]:
         """Of the reference model, without gradients: by name what :meth:`terms` finds in its columns, ``[documents]``
         each. Shapes as for :meth:`terms`."""
         return {}
 
-    def estimates(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> dict[str, Sum]:
+    def estimates(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Sums:
         """Sums over a micro-batch of mismatched documents, taken before a step's first forward and without gradients:
         :meth:`terms` finds their means over the whole global batch in its columns. Shapes as for :meth:`terms`."""
         return {}
@@ -151,9 +155,7 @@ class Method(ABC):
         to, weights of positions, figures of another model. No documents, no entries."""
 
     @abstractmethod
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The sums of a micro-batch, inside the model's forward: the same names each time, and no read of the device.
 
         Shapes: hidden ``[N, D]`` at the N trained positions, targets int64 ``[N]``. N may be 0, and the losses must

@@ -5,14 +5,13 @@ cross-entropy of chosen answers, per token, and beta times the mean over pairs o
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from tuner.config.methods import OrpoMethod
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Sum, Terms
+from tuner.train.methods.method import DeviceColumns, Sum, Terms
 from tuner.train.methods.preference import PairMethod, answers, chosen_cross_entropy, pair_figures
 
 
@@ -38,18 +37,14 @@ class Orpo(PairMethod):
     def __init__(self, section: OrpoMethod) -> None:
         self._beta = section.beta
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """Both terms; the rewards are beta times the average log-probabilities."""
         log_p = answers(hidden, head, targets, columns)
         average = log_p.per_token
         ratios = log_odds(average.chosen) - log_odds(average.rejected)
-        rewards = average.detached.times(self._beta)
-        losses = {
-            "sft": chosen_cross_entropy(log_p, 1.0), "odds_ratio": Sum(-self._beta * logsigmoid(ratios).sum(), "pairs")
-        }
-        return Terms(losses, pair_figures(rewards, log_p))
+        odds_ratio = Sum(-self._beta * logsigmoid(ratios).sum(), "pairs")
+        losses = {"sft": chosen_cross_entropy(log_p, 1.0), "odds_ratio": odds_ratio}
+        return Terms(losses, pair_figures(average.times(self._beta), log_p))
 
 
 build = Orpo

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Counts, Method, Sum, Terms
+from tuner.train.methods.method import Counts, DeviceColumns, Method, Sum, Sums, Terms
 
 REFERENCE = "reference"
 """The column of what the reference gives each document: the summed log-probability of its answer, in nats."""
@@ -62,10 +62,6 @@ class Pairs(NamedTuple):
         chosen = self.chosen / self.chosen_tokens.clamp_min(1)
         return self._replace(chosen=chosen, rejected=self.rejected / self.rejected_tokens.clamp_min(1))
 
-    @property
-    def detached(self) -> "Pairs":
-        """The same values for figures, of which no graph is kept."""
-        return self._replace(chosen=self.chosen.detach(), rejected=self.rejected.detach())
 
     def times(self, factor: float) -> "Pairs":
         """The values multiplied."""
@@ -77,9 +73,7 @@ class Pairs(NamedTuple):
         return self.chosen - self.rejected
 
 
-def answers(
-    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-) -> Pairs:
+def answers(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Pairs:
     """The log-probabilities of chosen and rejected answers."""
     tokens = columns["trained"]
     return Pairs.of(log_probabilities(hidden, head, targets, tokens), tokens)
@@ -114,7 +108,7 @@ class AnswerMethod(Method):
         return with_zeros(batch, REFERENCE) if self.reference == "columns" else batch
 
     def reference_values(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns
     ) -> dict[str, torch.Tensor]:
         """The log-probability of each answer."""
         return {REFERENCE: log_probabilities(hidden, head, targets, columns["trained"])}
@@ -136,7 +130,7 @@ def chosen_cross_entropy(log_p: Pairs, weight: float) -> Sum:
     return Sum(-weight * log_p.chosen.sum(), "chosen_tokens")
 
 
-def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Sum]:
+def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> Sums:
     """Means over pairs of rewards ``[pairs]``, of their difference, and of how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
@@ -145,13 +139,10 @@ def reward_figures(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, Su
     }
 
 
-def pair_figures(rewards: Pairs, log_p: Pairs) -> dict[str, Sum]:
+def pair_figures(rewards: Pairs, log_p: Pairs) -> Sums:
     """Those of the rewards, and the mean log-probability of chosen and of rejected answers."""
-    log_probabilities = {
-        "logp_chosen": Sum(log_p.chosen.detach().sum(), "pairs"),
-        "logp_rejected": Sum(log_p.rejected.detach().sum(), "pairs"),
-    }
-    return reward_figures(rewards.chosen, rewards.rejected) | log_probabilities
+    chosen, rejected = (Sum(one.detach().sum(), "pairs") for one in (log_p.chosen, log_p.rejected))
+    return reward_figures(rewards.chosen, rewards.rejected) | {"logp_chosen": chosen, "logp_rejected": rejected}
 
 
 class RewardOfAnswers(PairMethod):
@@ -167,9 +158,7 @@ class RewardOfAnswers(PairMethod):
         self._losses, self._rewards, self._gamma, self._sft_weight = losses, rewards, gamma, sft_weight
         self.by_document = sft_weight > 0
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The losses, and the figures of the rewards."""
         log_p = answers(hidden, head, targets, columns)
         rewards = self._rewards(log_p)
@@ -188,15 +177,12 @@ class AnswersAlone(PairMethod):
 
     by_document = True
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The figures, and what there is of a loss."""
         log_p = answers(hidden, head, targets, columns)
         figures = {
             "accuracy": Sum((log_p.difference > 0).sum(), "pairs"),
             "accuracy_per_token": Sum((log_p.per_token.difference > 0).sum(), "pairs"),
-            "logp_chosen": Sum(log_p.chosen.sum(), "pairs"),
-            "logp_rejected": Sum(log_p.rejected.sum(), "pairs"),
+            "logp_chosen": Sum(log_p.chosen.sum(), "pairs"), "logp_rejected": Sum(log_p.rejected.sum(), "pairs"),
         }
         return Terms({"loss": chosen_cross_entropy(log_p, 1.0)}, figures)

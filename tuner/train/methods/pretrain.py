@@ -9,15 +9,13 @@ import torch
 from tuner.config.methods import PretrainMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import Objective, OutputLayer
-from tuner.train.methods.method import Counts, Method, Sum, Terms
+from tuner.train.methods.method import Counts, DeviceColumns, Method, Sum, Terms
 
-SummedLoss = Objective[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Gives the loss and figures by name, each a sum over the positions."""
+LossAndFigures = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""The loss, and figures by name; each a sum over the positions."""
 
 
-def cross_entropy(
-    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+def cross_entropy(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> LossAndFigures:
     """The loss of next-token prediction; nothing else is logged."""
     return head.cross_entropy(hidden, targets), {}
 
@@ -25,7 +23,7 @@ def cross_entropy(
 class TokenMean(Method):
     """Loss and figures per trained token, such as cross-entropy in nats."""
 
-    def __init__(self, loss: SummedLoss = cross_entropy) -> None:
+    def __init__(self, loss: Objective[LossAndFigures] = cross_entropy) -> None:
         self._loss = loss
 
     def counts(self, batches: StepBatches) -> Counts:
@@ -36,9 +34,7 @@ class TokenMean(Method):
         """Nothing."""
         return {}
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """What the loss function gives."""
         loss, figures = self._loss(hidden, head, targets)
         return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from tuner.config.methods import RewardMethod
 from tuner.data.batches import Batch
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Sum, Terms
+from tuner.train.methods.method import DeviceColumns, Sum, Terms
 from tuner.train.methods.preference import MARGIN, PairMethod, require_margins, reward_figures, with_zeros
 
 
@@ -42,9 +42,7 @@ class Reward(PairMethod):
         require_margins(batch)
         return {MARGIN: batch.columns[MARGIN]}
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The loss and the figures of the rewards; with a center two losses, `ranking` and `center`."""
         rewards = head.scores(hidden)
         chosen, rejected = rewards[::2], rewards[1::2]

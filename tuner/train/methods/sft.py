@@ -15,7 +15,7 @@ import torch
 from tuner.config.methods import SftMethod
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.output_layer import OutputLayer
-from tuner.train.methods.method import Counts, Method, Sum, Terms
+from tuner.train.methods.method import Counts, DeviceColumns, Method, Sum, Terms
 from tuner.train.methods.pretrain import TokenMean
 
 
@@ -42,9 +42,7 @@ class DocumentMean(Method):
         trained = batch.trained_per_document.clip(1).astype(np.float64)
         return {"weights": (self._share(trained) / trained)[batch.document_of_trained].astype(np.float32)}
 
-    def terms(
-        self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
-    ) -> Terms:
+    def terms(self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: DeviceColumns) -> Terms:
         """The cross-entropy, summed by weight."""
         return Terms({"loss": Sum(head.cross_entropy(hidden, targets, columns["weights"]), "documents")}, {})
 
