@@ -97,7 +97,9 @@ def _whole(root: CausalLM) -> AbstractContextManager[None]:
 
 def _last_logits(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Logits ``[P, V]`` of the last tokens."""
-    if root.layout.route != "flat":  # side by side they would be filled up, and round otherwise than alone
+    # Side by side they would be filled up, and round otherwise than alone; or, with attention of the class's own, be one
+    # text, which may be longer than its positions go.
+    if root.layout.route != "flat" or not root.layout.takes_documents:
         return torch.cat([_of_row(root, [probe], device) for probe in probes])
     return _of_row(root, probes, device)
 
