@@ -165,7 +165,7 @@ def test_a_version_that_is_being_copied_is_passed_over(workplace: Path) -> None:
         path = publish(workplace, number)
         spoil(path)
         assert incomplete(path, names) == ("holds no config.json" if says == "nothing" else says)
-        assert newest_teacher(whole.parent) == (10, whole) or says == "holds no tokenizer_config.json"
+        assert newest_teacher(whole.parent) == whole or says == "holds no tokenizer_config.json"
         if says == "holds no tokenizer_config.json":
             shutil.rmtree(path)
     shutil.rmtree(whole)

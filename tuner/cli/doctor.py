@@ -7,7 +7,7 @@ from pathlib import Path
 from tuner.cli.command import Outcome, command
 from tuner.errors import ExitCode
 from tuner.setup import machine
-from tuner.setup.machine_check import Check, as_json
+from tuner.setup.machine_check import Check
 
 MARKS = {"ok": "ok", "missing": "-", "warning": "!", "broken": "BROKEN"}
 WIDTH, NAME_COLUMNS, MARK_COLUMNS = 79, 15, 7
@@ -23,7 +23,7 @@ def doctor(directory: Path = Path(".")) -> Outcome:
     broken = [check for check in found if check.status == "broken"]
     counts = {status: sum(check.status == status for check in found) for status in MARKS}
     outcome = Outcome(
-        table(found), artifacts={"checks": [as_json(check) for check in found]}, metrics=dict(counts),
+        table(found), artifacts={"checks": [vars(check) for check in found]}, metrics=dict(counts),
         warnings=[f"{check.name}: {check.found}: {check.means}" for check in found if check.status == "warning"],
         is_table=True,
     )

@@ -47,8 +47,6 @@ class Background(Generic[T]):
         """Wait for the work; its result, None where there was none. Raises what it raised."""
         if self._work is None:
             return None
-        error = self._work.exception()
+        self._work.exception()  # of one whose wait is interrupted the end can be waited for again
         future, self._work = self._work, None
-        if error is not None:
-            raise error
         return future.result()

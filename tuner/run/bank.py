@@ -92,8 +92,7 @@ class ModelBank:
         """The version of an entry to have after ``step``, on rank 0: as it was noted, or else the newest whole one."""
         at_hand = self.at_hand[number]
         if step <= self.known[number].looked:
-            version = self.known[number].at(step)
-            if version != at_hand:
+            if (version := self.known[number].at(step)) != at_hand:
                 version.require(Path(version.name))
             return version
         path = str(newest_version(Path(self.entries[number].path), Path(at_hand.name), pass_over))

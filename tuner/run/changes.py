@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -229,7 +230,6 @@ def modified_since(data: DataSection, since: str) -> list[str]:
     """The local files of the recipe's data that were modified after `since`, a time as `run.json` notes it, UTC."""
     time = datetime.fromisoformat(since).timestamp() + 1  # the record counts whole seconds
     local = [source for source in (*data.train, *sources_of_eval(data)) if source.path and Path(source.path).exists()]
-    try:
+    with suppress(DataError, MachineError, OSError):
         return [file.name for file in expand(local) if file.path.stat().st_mtime > time]
-    except (DataError, MachineError, OSError):
-        return []
+    return []

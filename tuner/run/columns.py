@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +37,6 @@ class ColumnsInfo:
     prepared_key: str
     files: Mapping[str, Any]
     """Size and SHA-256 of each."""
-
-    def as_meta(self) -> dict[str, Any]:
-        """Its part of a manifest."""
-        return asdict(self)
 
     @staticmethod
     def of(checkpoint: CheckpointInfo | None, level: ColumnLevel) -> "ColumnsInfo | None":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,28 +87,21 @@ def launch(
     if not startup.is_begun():
         startup.begin()
     with _placed(loaded.recipe, options.on) as place:
-        return _launched(loaded, options, place, own_process, status)
-
-
-def _launched(
-    loaded: LoadedRecipe, options: LaunchOptions, place: Placement, own_process: bool, status: RunStatus | None
-) -> RunResult:
-    loaded = _as_resumed(loaded, place.planned.world_size)
-    place.check(loaded)
-    main = place.rank_info.is_main
-    console = Console(main, options.level)
-    if options.dry_run:
-        return train(loaded, options, place.planned, console, status=status)
-    with _webhook(loaded.recipe, console, main) as webhook, _exports(loaded.recipe, console) as exporter:
-        if place.local == 1 and not own_process and place.run is None:
-            result = train(loaded, options, place.rank_info, console, exporter, status)
-        else:
-            result = _train_in_ranks(loaded, options, place, console, status)
-        if exporter is not None and main:
-            exporter.finish(result)
-        if webhook is not None:
-            webhook.ended(result)
-    return result
+        loaded, main = _as_resumed(loaded, place.planned.world_size), place.rank_info.is_main
+        place.check(loaded)
+        console = Console(main, options.level)
+        if options.dry_run:
+            return train(loaded, options, place.planned, console, status=status)
+        with _webhook(loaded.recipe, console, main) as webhook, _exports(loaded.recipe, console) as exporter:
+            if place.local == 1 and not own_process and place.run is None:
+                result = train(loaded, options, place.rank_info, console, exporter, status)
+            else:
+                result = _train_in_ranks(loaded, options, place, console, status)
+            if exporter is not None and main:
+                exporter.finish(result)
+            if webhook is not None:
+                webhook.ended(result)
+        return result
 
 
 @contextmanager
@@ -118,10 +111,8 @@ def _placed(recipe: Recipe, on: Literal["here", "ray"]) -> Iterator[Placement]:
         yield Placement.of(recipe)
         return
     if RankInfo.is_given():
-        raise RecipeError(
-            "--on ray starts processes itself, and torchrun or srun started this one as one of several",
-            hint="start the command once, or leave out --on ray",
-        )
+        said = "--on ray starts processes itself, and torchrun or srun started this one as one of several"
+        raise RecipeError(said, hint="start the command once, or leave out --on ray")
     from tuner.runtime.ray_cluster import cluster_for, run_ranks
 
     section = recipe.parallel
@@ -200,13 +191,10 @@ def _webhook(recipe: Recipe, console: Console, main: bool) -> Iterator[Webhook |
         yield webhook
 
 
-@contextmanager
-def _exports(recipe: Recipe, console: Console) -> Iterator[Exporter | None]:
+def _exports(recipe: Recipe, console: Console) -> AbstractContextManager[Exporter | None]:
     """What exports checkpoints of the run; None, and nothing imported, where the recipe asks for no exports."""
     if recipe.export.every is None and not recipe.export.at_end:
-        yield None
-        return
+        return nullcontext()
     from tuner.run.tasks.export import Exporter
 
-    with Exporter(recipe, console) as exporter:
-        yield exporter
+    return Exporter(recipe, console)

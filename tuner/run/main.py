@@ -43,12 +43,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    rank_info: RankInfo,
-    console: Console,
-    exporter: Exporter | None = None,
-    status: RunStatus | None = None,
+    loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console,
+    exporter: Exporter | None = None, status: RunStatus | None = None,
 ) -> RunResult:
     """Train the recipe into its run directory. Every process of the run calls it.
 
@@ -173,19 +169,16 @@ def _diverged(context: LaunchContext, halted: HaltedError) -> DivergedError:
     return diverged(context.assembly.train_state, halted.taken, halted.result, last)
 
 
-@contextlib.contextmanager
-def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> Iterator[None]:
+def _main_holds(lock: FileLock, run: RunDir, rank_info: RankInfo) -> contextlib.AbstractContextManager[object]:
     """Only rank 0 writes to the run directory, so only it takes the lock."""
     if not rank_info.is_main:
-        yield
-        return
+        return contextlib.nullcontext()
     try:
         make_dirs(run.path)
     except MachineError as error:
         error.hint = error.hint or "choose an output_dir that can be written"
         raise
-    with lock:
-        yield
+    return lock
 
 
 @contextlib.contextmanager

@@ -107,9 +107,8 @@ def plan_launch(ready: Preflight, rank_info: RankInfo) -> tuple[Resolved, int]:
     table = timetable(resolved, ready.data, ready.starts)
     total_steps = table.plan.total_steps
     if ready.status.record is None and checkpoint is not None and checkpoint.step >= total_steps:
-        raise RecipeError(
-            f"{checkpoint.path}: no steps are left to train", hint="give an earlier checkpoint of its run"
-        )
+        said = f"{checkpoint.path}: no steps are left to train"
+        raise RecipeError(said, hint="give an earlier checkpoint of its run")
     rate = rates(resolved, ready.data, table, ready.starts)
     derivations = (part.derivation(resolved, table) for part in ready.parts)
     announce(console, resolved, table, rate, rank_info, next(filter(None, derivations), None))

@@ -63,10 +63,8 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
         (teacher.values_of, teacher.with_teacher) if of_teacher else (reference.values_of, reference.with_reference)
     )
     if not of_teacher and reference_of(method_section(resolved)) != "columns":
-        raise RecipeError(
-            "--reference: this recipe's reference is computed in each step, with the adapter off",
-            hint="leave it out, or write method.reference: columns",
-        )
+        said = "--reference: this recipe's reference is computed in each step, with the adapter off"
+        raise RecipeError(said, hint="leave it out, or write method.reference: columns")
     with StopSignals() as signals, joined(resolved, rank_info), exactness(resolved.numerics):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)

@@ -74,7 +74,7 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | No
     )
     assembly.train_state.root.train()
     assembly, info = with_columns(assembly, source, cache_dir, before, work)
-    return replace(assembly, reference=info.as_meta())
+    return replace(assembly, reference=asdict(info))
 
 
 def key_facts(assembly: Assembly) -> dict[str, Any]:
@@ -312,8 +312,7 @@ def _ratios(assembly: Assembly, split: str, batch: Batch) -> list[_Ratio]:
 
 def _warn_of_rounding(assembly: Assembly, ranks: Collective, console: Console) -> None:
     """Say where the first micro-batch, its rows together, begins with log-ratios that are not zero. Collective."""
-    rows = assembly.batches.micro_batch_size
-    if rows == 1:
+    if (rows := assembly.batches.micro_batch_size) == 1:
         return
     state = assembly.train_state
     batch = assembly.batches.step(0).micro[0]

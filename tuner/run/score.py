@@ -94,8 +94,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         data = open_prepared(prepare_to_use(spec, console))
         _require_same_rows(trained, loaded.recipe, data)
         resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
-    held = held_out_rows(recipe.data, data)
-    if held is None:
+    if (held := held_out_rows(recipe.data, data)) is None:
         raise DataError(f"{data.path}: holds no held-out rows")
     section, batch = method_section(resolved), recipe.train.global_batch_size
     measure, held, by_terms = _measured(trained, section, batch, held, data, spec.cache_dir, console)
@@ -190,14 +189,10 @@ def _require_head(trained: Trained, head: Head, recipe: Recipe) -> None:
     if head == head_of(recipe.method):
         return
     if head == "score":
-        raise RecipeError(
-            f"{trained.path}: is a reward model, and method.kind: {kind} measures text",
-            hint="give a recipe with method.kind: reward",
-        )
-    raise RecipeError(
-        f"{trained.path}: is no reward model, which method.kind: {kind} measures",
-        hint="give a run of method.kind: reward, or its export",
-    )
+        said = f"{trained.path}: is a reward model, and method.kind: {kind} measures text"
+        raise RecipeError(said, hint="give a recipe with method.kind: reward")
+    said = f"{trained.path}: is no reward model, which method.kind: {kind} measures"
+    raise RecipeError(said, hint="give a run of method.kind: reward, or its export")
 
 
 def _head_in(trained: HfDirectory | HubModel) -> Head:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict
-from tuner.errors import TunerError
+from tuner.errors import TunerError, first_line
 from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.environment import versions
+from tuner.runtime.environment import python_path, versions
 from tuner.runtime.files import hash_of, keep_json, read_json, scratch_dir, write_json
 from tuner.runtime.process import from_rank0
 from tuner.setup import settled as keys
@@ -41,8 +41,6 @@ LONGEST_S = 600
 """Seconds after which a prediction is given up."""
 STEP_BYTES = 128 << 20
 """Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
-WITHOUT: Mapping[str, Any] = {keys.MICRO: 1, keys.LEVEL: "none", keys.TILED: False, keys.OFFLOAD: False}
-"""What is taken where nothing can be predicted."""
 PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
 """Sections that a prediction depends on."""
 
@@ -67,7 +65,7 @@ def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, pr
     """What a run that is resumed had, by key: all that is predicted, and how so many processes sharded it last."""
     if recipe is None or record is None:
         return {}
-    values = {key: keys.value_of(recipe.recipe, key) for key in WITHOUT}
+    values = {key: keys.value_of(recipe.recipe, key) for key in keys.WITHOUT_PREDICTION}
     alike = [launch for launch in record["launches"] if launch.get("world_size") == processes]
     values[keys.SHARD] = keys.settled_in({"launches": alike}).get(keys.SHARD, "auto")
     return {key: value for key, value in values.items() if value != "auto"}
@@ -84,7 +82,7 @@ def settle(
     settled = keys.whole_batches(loaded, processes)
     recipe = settled.of(loaded.recipe)
     predicts = on_cuda(recipe.train.device)
-    usual: Mapping[str, Any] = {} if predicts else WITHOUT
+    usual: Mapping[str, Any] = {} if predicts else keys.WITHOUT_PREDICTION
     had = {key: value for key, value in before.items() if value != usual.get(key)}
     kept = {key: had[key] for key in keys.left_open(recipe, processes) if key in had}
     if recipe.train.global_batch_size % (kept.get(keys.MICRO, 1) * keys.data_processes(recipe.parallel, processes)):
@@ -110,7 +108,7 @@ def settle(
     answer = json.loads(from_rank0(rank_info, timeout_s, "settled", predicted) if place.is_shared else predicted())
     if "error" in answer:
         console.warn(f"memory cannot be predicted: {answer['error']}")
-        values = {key: WITHOUT[key] for key in still_open if key in WITHOUT}
+        values = {key: keys.WITHOUT_PREDICTION[key] for key in still_open if key in keys.WITHOUT_PREDICTION}
         return settled.and_also(keys.Settled(values, dict.fromkeys(values, f"not predicted: {answer['error']}")))
     return settled.and_also(keys.Settled(answer["values"], answer["reasons"]))
 
@@ -122,9 +120,7 @@ def on_cuda(device: str) -> bool:
 
 def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a process of its own: values and reasons, or the error for which there are none."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     with scratch_dir("tuner-settle-") as directory:
         write_json(directory / JOB, dict(job))
         command = [sys.executable, "-m", __name__, str(directory)]
@@ -148,8 +144,7 @@ def _answered(job: Mapping[str, Any]) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             return answer_of(job)
     except Exception as error:  # noqa: BLE001 - told to whoever asked, who continues without
-        said = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
-        return {"error": (said.strip().splitlines() or [type(error).__name__])[0]}
+        return {"error": first_line(error if isinstance(error, TunerError) else f"{type(error).__name__}: {error}")}
 
 
 def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:

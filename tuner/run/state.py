@@ -101,10 +101,8 @@ def write_model_config(directory: Path, resolved: Resolved) -> None:
     try:
         files.write_json(directory / "generation_config.json", resolved.generation.to_dict())
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{resolved.model_name}/generation_config.json: cannot be written again: {error}",
-            hint="take what is no plain value (Infinity, NaN) out of it",
-        ) from error
+        said = f"{resolved.model_name}/generation_config.json: cannot be written again: {error}"
+        raise DataError(said, hint="take what is no plain value (Infinity, NaN) out of it") from error
 
 
 GIVEN = "init_from"
@@ -181,10 +179,8 @@ def require_same_data(
     require_same_quantizer(found, quantizer_facts(assembly.resolved))
     code = class_facts(assembly.resolved).get("code", {})
     if code.get("sha256") != meta["model"].get("code", {}).get("sha256"):
-        raise DataError(
-            f"{found.path}: the code of model.use {code.get('use')} changed since this checkpoint was saved",
-            hint="restore it, or start a new run with --name",
-        )
+        said = f"{found.path}: the code of model.use {code.get('use')} changed since this checkpoint was saved"
+        raise DataError(said, hint="restore it, or start a new run with --name")
     left = assembly.facts.untouched
     if left is not None and meta["model"].get("untouched") != left:
         raise DataError(

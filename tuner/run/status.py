@@ -97,10 +97,8 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
 
     def read() -> None:
         if checkpoint and open_checkpoint(checkpoint.path, verify=False).manifest[SEAL] != checkpoint.manifest[SEAL]:
-            raise DataError(
-                f"{checkpoint.path}: another manifest than rank 0 reads there",
-                hint="all processes must see one file system",
-            )
+            said = f"{checkpoint.path}: another manifest than rank 0 reads there"
+            raise DataError(said, hint="all processes must see one file system")
 
     ranks.together(read)
     return replace(agreed, run=status.run, checkpoint=checkpoint)
@@ -144,8 +142,7 @@ def _require_same_recipe(
     run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, options: LaunchOptions, console: Console
 ) -> None:
     """Say what differs from the recipe of the run. Raises RecipeError where that makes it another run."""
-    before = run.recipe(record)
-    if before is None:
+    if (before := run.recipe(record)) is None:
         return
     recipe = with_batch_of(record, loaded).recipe
     moments = (changes.moments_of(each.optimizer) for each in (before.recipe, recipe))
@@ -256,10 +253,7 @@ def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:
 
 
 def run_result(
-    run: RunDir,
-    status: Literal["finished", "stopped"],
-    saved: CheckpointInfo | None,
-    total_steps: int,
+    run: RunDir, status: Literal["finished", "stopped"], saved: CheckpointInfo | None, total_steps: int,
     state: Mapping[str, Any],
 ) -> RunResult:
     """How a launch ended, from the state of its progress: its own, or what an earlier one left."""
@@ -307,10 +301,8 @@ def require_same_choices(
     freed, had = changes.freed_keys(options.reset, *moments), recipe_dict(before.recipe)
     changed, known = (changes.changes(had, recipe_dict(recipe), freed) for recipe in (resolved, written))
     if changed.refuse:
-        raise RecipeError(
-            f"{shown(status.run.path)}: this machine resolves the recipe differently ({changed.shown()})",
-            hint=f"keep the run's choices: tuner resume {status.run.path}",
-        )
+        said = f"{shown(status.run.path)}: this machine resolves the recipe differently ({changed.shown()})"
+        raise RecipeError(said, hint=f"keep the run's choices: tuner resume {status.run.path}")
     warn_of_changes([line for line in changed.warn if line not in known.warn], console)
 
 

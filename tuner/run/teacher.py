@@ -8,8 +8,8 @@ is kept of each distribution; who computes it, and with which kernels, only move
 import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tuner.data.prepared import PackedRows, Row
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
-from tuner.model.root import CausalLM
 from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns
 from tuner.run.parts.part import Preflight
 from tuner.run.status import RunStatus
@@ -67,7 +66,7 @@ def with_teacher(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None
     assembly, info = with_columns(assembly, source, cache_dir, before, work)
     assert isinstance(method, Distill)
     method.vocabulary = int(facts["vocabulary"])
-    return replace(assembly, teacher=info.as_meta())
+    return replace(assembly, teacher=asdict(info))
 
 
 def method_of(assembly: Assembly) -> DistillMethod:
@@ -83,18 +82,12 @@ def key_facts(assembly: Assembly, weights: str) -> dict[str, Any]:
     own = int(assembly.resolved.config.get_text_config().vocab_size)
     vocabulary = min(own, int(model_config(teacher_model(method)).get_text_config().vocab_size))
     if method.top_k is not None and method.top_k > vocabulary:
-        raise RecipeError(
-            f"method.top_k: {method.top_k:,} tokens of a vocabulary of {vocabulary:,}",
-            hint=f"write top_k: {vocabulary} or less",
-        )
+        said = f"method.top_k: {method.top_k:,} tokens of a vocabulary of {vocabulary:,}"
+        raise RecipeError(said, hint=f"write top_k: {vocabulary} or less")
     return {
-        "teacher": method.teacher,
-        "weights": weights,
-        "prepared": assembly.prepared.key,
+        "teacher": method.teacher, "weights": weights, "prepared": assembly.prepared.key,
         "precision": assembly.resolved.numerics.precision,
-        "top_k": method.top_k,
-        "temperature": method.temperature,
-        "vocabulary": vocabulary,
+        "top_k": method.top_k, "temperature": method.temperature, "vocabulary": vocabulary,
     }
 
 
@@ -107,8 +100,7 @@ def _weights(method: DistillMethod) -> str:
         files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
         return hashlib.sha256("\n".join(sha256_file(path) for path in files).encode()).hexdigest()
 
-    found: str = Collective(gloo_group()).on_rank0(hashed)
-    return found
+    return Collective(gloo_group()).on_rank0(hashed)
 
 
 def _key(facts: Mapping[str, Any]) -> str:
@@ -123,18 +115,16 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
     method, step_config = method_of(assembly), assembly.train_state.step_config
     vocabulary = int(key_facts(assembly, "")["vocabulary"])
     count, small = method.top_k or 0, vocabulary <= 1 << 16
-    built: list[CausalLM] = []
+    built = cache(lambda: assemble_teacher(assembly.resolved, method, step_config).root)
 
     def values(rows: PackedRows, row: Row) -> Columns:
-        if not built:
-            built.append(assemble_teacher(assembly.resolved, method, step_config).root)
         batch = collate([row])
         at = batch.trained_positions
         arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
         ids, places, positions, targets = (to_device(array, step_config.device) for array in arrays)
         kept = partial(top_tokens, count=count, temperature=method.temperature, vocabulary=vocabulary)
         with torch.no_grad(), step_config.autocast():
-            found = built[0](ids, places, batch.lengths, positions, targets, kept)
+            found = built()(ids, places, batch.lengths, positions, targets, kept)
         columns: Columns = {name: tensor.cpu().numpy() for name, tensor in found.items()}
         columns["ids"] = columns["ids"].astype(np.uint16 if small else np.uint32)
         if not np.isfinite(columns["log_p"]).all():
@@ -213,8 +203,7 @@ class TeacherVersions:
 
         Raises DataError, RecipeError.
         """
-        entry = self.look(step, say)
-        if entry == self.at_hand:
+        if (entry := self.look(step, say)) == self.at_hand:
             return {}
         path = entry.require(Path(self.method.teacher) / entry.name)
         update: dict[str, Any] = {"teacher": str(path), "teacher_every": None}
@@ -250,7 +239,7 @@ def begin_versions(method: DistillMethod, status: RunStatus, spec: PrepareSpec) 
         plain = None if status.checkpoint is None else status.checkpoint.state.get("teachers")
         noted = read_teachers(status.run.path) or (None if plain is None else TakenVersions.of(plain))
         if noted is None:
-            noted = TakenVersions((TakenVersion(step, newest_teacher(directory)[1].name, ""),), step)
+            noted = TakenVersions((TakenVersion(step, newest_teacher(directory).name, ""),), step)
         noted.at(step).require(directory / noted.at(step).name)
         return noted
 

@@ -57,10 +57,8 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
     difference in the log, the state or the tensors.
     """
     if RankInfo.is_given():
-        raise RecipeError(
-            "verify-resume starts its processes itself",
-            hint="run it without torchrun or srun; parallel.processes counts",
-        )
+        said = "verify-resume starts its processes itself"
+        raise RecipeError(said, hint="run it without torchrun or srun; parallel.processes counts")
     loaded, run = resume_source(run_dir), RunDir(run_dir.absolute())
     with hold(run.path):
         run.checkpoints.mkdir(exist_ok=True)
@@ -160,11 +158,9 @@ class _Trained:
 
 
 def _compared(run_dir: Path, first: int, whole: _Trained, broken: _Trained, hint: str) -> ResumeProof:
-    difference = next(_differences(whole, broken), None)
-    if difference is not None:
-        raise VerificationError(
-            f"{run_dir}: steps with a stop between them are not the steps without: {difference}", hint=hint
-        )
+    if (difference := next(_differences(whole, broken), None)) is not None:
+        said = f"{run_dir}: steps with a stop between them are not the steps without: {difference}"
+        raise VerificationError(said, hint=hint)
     info = whole.checkpoint
     return ResumeProof(run_dir, first, len(whole.lines), len(info.index()), content_sha256(info))
 

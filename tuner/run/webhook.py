@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tuner import __version__
 from tuner.config.recipe import Ending, NotifySection
 from tuner.config.value_types import address_problem
-from tuner.errors import DivergedError, ExitCode, TunerError, as_tuner_error
+from tuner.errors import DivergedError, ExitCode, TunerError, as_tuner_error, first_line
 from tuner.run.options import RunResult
 from tuner.run.status import launches_of
 from tuner.runtime.console import Console
@@ -59,8 +59,7 @@ class Webhook:
         known = None if error is None else as_tuner_error(error)
         if known is not None and isinstance(error, KeyboardInterrupt):
             known.exit_code = ExitCode.INTERRUPTED
-        ending = _ending(known, self._result)
-        if ending in self._section.events:
+        if (ending := _ending(known, self._result)) in self._section.events:
             message = self._message(ending, known)
             if (said := posted(self._address, message, self._section.timeout.seconds)) is not None:
                 host = urlsplit(self._address).hostname
@@ -108,12 +107,8 @@ def posted(address: str, document: Mapping[str, Any], seconds: float) -> str | N
 
     It takes no longer than so many seconds, whatever the other side does: the thread that waits is abandoned.
     """
-    problems: list[str | None] = []
-
-    def work() -> None:
-        problems.append(_post(address, json.dumps(document).encode(), seconds))
-
-    thread = threading.Thread(target=work, name="notify", daemon=True)
+    body, problems = json.dumps(document).encode(), list[str | None]()
+    thread = threading.Thread(target=lambda: problems.append(_post(address, body, seconds)), name="notify", daemon=True)
     thread.start()
     thread.join(seconds)
     return problems[0] if problems else _no_answer(seconds)
@@ -155,5 +150,5 @@ def _ending(error: TunerError | None, result: RunResult | None) -> Ending:
 
 def _line(error: TunerError) -> str:
     """An error's first line, without passwords of URLs."""
-    first = _USER_OF_URL.sub("***", next(iter(error.message.strip().splitlines()), type(error).__name__))
+    first = _USER_OF_URL.sub("***", first_line(error))
     return first if len(first) <= MOST_CHARACTERS else first[:MOST_CHARACTERS] + "…"

@@ -5,7 +5,7 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -205,10 +205,8 @@ class Console:
         note = TextColumn("{task.fields[note]}", markup=False)
         tail = (note, TimeRemainingColumn()) if estimates else (note,)
         rich: dict[str, Any] = {"console": self._rich, "transient": True, "redirect_stdout": False}
-        with (
-            self._activity.paused() if self.is_live else nullcontext(),
-            RichProgress(*columns, *tail, disable=not self.is_live, **rich) as bar,
-        ):
+        aside = self._activity.paused() if self.is_live else nullcontext()
+        with aside, RichProgress(*columns, *tail, disable=not self.is_live, **rich) as bar:
             shown = ProgressBar(bar, label, total)
             self._bar = shown if self.is_live else None
             try:
@@ -216,19 +214,15 @@ class Console:
             finally:
                 self._bar = None
 
-    @contextmanager
-    def doing(self, text: str, at_once: bool = False) -> Iterator[Updates]:
+    def doing(self, text: str, at_once: bool = False) -> AbstractContextManager[Updates]:
         """Say what is being done until the block ends, as `loading model`: in the bar, or on a line of its own.
 
         That line is gone afterwards. Without a terminal it is written, and stays, where the work takes some seconds;
         ``at_once`` writes it before the work begins.
         """
         if not self.is_heard:
-            yield Doing(text)
-            return
-        of = self._activity.doing(text, at_once) if self._bar is None else self._bar.doing(text)
-        with of as shown:
-            yield shown
+            return nullcontext(Doing(text))
+        return self._activity.doing(text, at_once) if self._bar is None else self._bar.doing(text)
 
     def _fitted(self, lines: list[str]) -> list[str]:
         """The lines, those that are too long for the terminal broken between words."""
@@ -253,11 +247,8 @@ class Console:
 
     def _write(self, line: Text) -> None:
         # A closed pipe or descriptor: the work goes on, there is nobody left to tell.
-        try:
-            with self._activity.aside():
-                self._rich.print(line, soft_wrap=True)
-        except (OSError, ValueError):
-            return
+        with suppress(OSError, ValueError), self._activity.aside():
+            self._rich.print(line, soft_wrap=True)
 
 
 def _labelled(label: str, style: str, lines: list[str]) -> Text:

@@ -84,10 +84,9 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
 
 
 def _processor() -> tuple[str, frozenset[str]]:
-    try:
+    text = ""
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return f"cpu, {counted(cores(), 'core')}", frozenset()
     name = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     return name[1].strip() if name else f"cpu, {counted(cores(), 'core')}", frozenset(flags[1].split() if flags else ())

@@ -77,8 +77,7 @@ def _slurm_local_size(values: Mapping[str, str], local_rank: int) -> int:
     text = values.get("SLURM_STEP_TASKS_PER_NODE") or values.get("SLURM_TASKS_PER_NODE") or ""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
-        if match is None:
+        if (match := re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())) is None:
             return local_rank + 1
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(values, "SLURM_NODEID", 0)
@@ -105,10 +104,8 @@ def rendezvous(env: Mapping[str, str]) -> str:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     job = env.get("SLURM_JOB_ID", "")
     if not nodes or not job.isdigit():
-        raise MachineError(
-            "several processes were asked for but MASTER_ADDR and MASTER_PORT are not set",
-            hint="start them with torchrun or srun",
-        )
+        said = "several processes were asked for but MASTER_ADDR and MASTER_PORT are not set"
+        raise MachineError(said, hint="start them with torchrun or srun")
     one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes))
     step = env.get("SLURM_STEP_ID", "0")
@@ -118,8 +115,7 @@ def rendezvous(env: Mapping[str, str]) -> str:
 
 def first_host(nodes: str) -> str:
     """The first name of a SLURM host list: `gpu[03-07,9],login` -> `gpu03`. Raises MachineError."""
-    match = re.match(r"([\w.-]+)(?:\[([\w-]+)[^\]]*\]([\w.-]*))?", nodes, flags=re.ASCII)
-    if match is None:
+    if (match := re.match(r"([\w.-]+)(?:\[([\w-]+)[^\]]*\]([\w.-]*))?", nodes, flags=re.ASCII)) is None:
         raise MachineError(f"cannot read the SLURM host list {nodes!r}", hint="set MASTER_ADDR and MASTER_PORT")
     number = (match[2] or "").partition("-")[0]
     return match[1] + number + (match[3] or "")

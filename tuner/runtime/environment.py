@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,8 @@ MOST_CHARACTERS = 2000
 def environment() -> dict[str, Any]:
     """Python, platform, host, cores, and the variables that change what a training computes or how fast."""
     return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "cores": cores(),
-        "variables": safe_variables(os.environ),
+        "python": platform.python_version(), "platform": platform.platform(), "host": socket.gethostname(),
+        "cores": cores(), "variables": safe_variables(os.environ),
     }
 
 
@@ -56,10 +54,8 @@ def _installed() -> Mapping[str, str]:
     """Those of the packages; read once, since each is a large file of headers."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -67,6 +63,12 @@ def safe_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Those variables of an allow-list that are set and whose names are not a secret's."""
     names = sorted(name for name in env if name in VARIABLES or name.startswith(PREFIXES))
     return {name: _cut(_USER_OF_URL.sub(HIDDEN, env[name])) for name in names if not _SECRET_VARIABLE.search(name)}
+
+
+def python_path(env: Mapping[str, str]) -> str:
+    """PYTHONPATH in such an environment for a process that is to import this very package."""
+    package = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(dict.fromkeys([package, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def command_line(words: Sequence[str] | None = None) -> list[str]:

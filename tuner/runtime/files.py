@@ -135,8 +135,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte of `data`, however often the system writes short. Raises OSError."""
     view = memoryview(data).cast("B")
     while len(view):
-        written = os.write(descriptor, view)
-        if written == 0:
+        if (written := os.write(descriptor, view)) == 0:
             raise OSError(errno.EIO, "the system wrote nothing")
         view = view[written:]
 
@@ -208,22 +207,21 @@ def typed_path(path: Path) -> str:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Within, what the system says of a file that cannot be read becomes a DataError that names it."""
+def reading(path: Path, missing: str | None = None) -> Iterator[None]:
+    """Within, what the system says of a file that cannot be read becomes a DataError that names it; of one that is not
+    there in other words, where such are given."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        said = missing if isinstance(error, FileNotFoundError) else None
+        raise DataError(f"{path}: {said or error.strerror or error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises DataError naming the file when it is missing, unreadable or no object."""
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        with reading(path, "no such file"):
+            value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"{path}: not valid JSON: {reason}") from error
@@ -279,8 +277,7 @@ def replace_dir(tmp: Path, final: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> None:
     """Have two paths change names (Linux: renameat2, RENAME_EXCHANGE). Raises OSError, ENOSYS where there is none."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
+    if (rename := getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)) is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     names = os.fsencode(first), os.fsencode(second)
     if rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
@@ -359,8 +356,7 @@ def file_entries(directory: Path, exclude: Collection[str] = (MANIFEST_NAME,)) -
         directories.sort()
         for name in sorted(names):
             path = Path(parent) / name
-            relative = path.relative_to(directory).as_posix()
-            if relative not in exclude:
+            if (relative := path.relative_to(directory).as_posix()) not in exclude:
                 entries[relative] = {"size": regular_size(path), "sha256": sha256_file(path)}
     return entries
 
@@ -378,8 +374,7 @@ def verify_entries(directory: Path, entries: Mapping[str, Any], hash: bool) -> N
         size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(size, int) or not isinstance(digest, str):
             raise DataError(f"{path}: its manifest entry has no size or no SHA-256")
-        actual = regular_size(path)
-        if actual != size:
+        if (actual := regular_size(path)) != size:
             raise DataError(f"{path}: {actual:,} bytes, the manifest says {size:,}")
         if hash and sha256_file(path) != digest:
             raise DataError(f"{path}: its SHA-256 differs from the manifest's")
@@ -423,12 +418,8 @@ def require_small_configs(directory: Path) -> None:
 
 def regular_size(path: Path) -> int:
     """Size in bytes of a regular file. Raises DataError when it is missing, a link or something else."""
-    try:
+    with reading(path, "missing"):
         facts = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        raise DataError(f"{path}: missing") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
     if not stat.S_ISREG(facts.st_mode):
         raise DataError(f"{path}: not a regular file")
     return facts.st_size

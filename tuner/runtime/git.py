@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import DEVNULL, SubprocessError, run
@@ -37,8 +38,7 @@ class SourceTree:
 
 def source_tree(directory: Path) -> SourceTree | None:
     """The working tree that holds `directory`; None without git, outside of one, before a commit, or out of time."""
-    found = _line(_ask(directory, (), "rev-parse", "--show-toplevel", "HEAD"))
-    if found is None:
+    if (found := _line(_ask(directory, (), "rev-parse", "--show-toplevel", "HEAD"))) is None:
         return None
     root, _, commit = found.rpartition("\n")
     filters = _names(_ask(directory, (), "config", "--name-only", "-z", "--get-regexp", _FILTERS) or b"")
@@ -48,11 +48,8 @@ def source_tree(directory: Path) -> SourceTree | None:
     if diff is None or names is None:
         return None
     return SourceTree(
-        root=root,
-        commit=commit,
-        branch=_line(_ask(directory, off, "symbolic-ref", "--short", "-q", "HEAD")),
-        dirty=bool(diff),
-        untracked=tuple(_names(names)[:MOST_UNTRACKED]),
+        root=root, commit=commit, branch=_line(_ask(directory, off, "symbolic-ref", "--short", "-q", "HEAD")),
+        dirty=bool(diff), untracked=tuple(_names(names)[:MOST_UNTRACKED]),
         diff=diff if len(diff) <= DIFF_BYTES else diff[: diff.rfind(b"\n", 0, DIFF_BYTES) + 1],
     )
 
@@ -61,11 +58,9 @@ def _ask(directory: Path, settings: Sequence[str], *arguments: str) -> bytes | N
     """The answer of git under `key=value` settings above its configuration; None where it fails or takes too long."""
     above = [word for setting in (*_NOTHING_RUNS, *settings) for word in ("-c", setting)]
     command = ["git", "--no-pager", *above, "-C", str(directory), *arguments]
-    try:
-        done = run(command, env=_environment(), stdin=DEVNULL, capture_output=True, timeout=LIMIT_S, check=True)
-    except (OSError, ValueError, SubprocessError):
-        return None
-    return done.stdout
+    with suppress(OSError, ValueError, SubprocessError):
+        return run(command, env=_environment(), stdin=DEVNULL, capture_output=True, timeout=LIMIT_S, check=True).stdout
+    return None
 
 
 def _line(answer: bytes | None) -> str | None:

@@ -48,8 +48,7 @@ def page_lock(block: torch.Tensor, device: torch.device) -> int:
     copy is right too, but whoever asks for it waits. The calling thread must have made ``device`` its own: the call
     makes a context on whatever device is the thread's.
     """
-    code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE))
-    if code:
+    if code := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE)):
         forget_cuda_error(device)
     return code
 

@@ -7,45 +7,26 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tuner.errors import MachineError
 from tuner.runtime.environment import command_line
-from tuner.runtime.files import machine_errors, write_all
+from tuner.runtime.files import machine_errors, opened, write_all
 
 
 def is_locked(path: Path) -> bool:
     """Whether somebody holds the lock file `path`; it is neither made nor written to. False where it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in _HELD
     return False
 
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-@contextmanager
-def _locks_named(path: Path) -> Iterator[None]:
-    """Have a file system without locks named as that. Raises MachineError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        raise MachineError(
-            f"{path.parent}: its file system has no locks ({error.strerror})",
-            hint="choose a directory on another file system, such as a local disk (output_dir, data.cache_dir)",
-        ) from error
+_HELD, _NO_LOCKS = (errno.EWOULDBLOCK, errno.EACCES), (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FileLock:
@@ -72,18 +53,23 @@ class FileLock:
         """
         if self._descriptor is not None:
             raise RuntimeError(f"{self.path}: locked twice by one holder")
-        with machine_errors(self.path):
+        with machine_errors(self.path), ExitStack() as failing:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            failing.callback(os.close, descriptor)
             try:
-                with _locks_named(self.path):
-                    self._lock(descriptor, wait)
-                os.ftruncate(descriptor, 0)
-                os.lseek(descriptor, 0, os.SEEK_SET)
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}
-                write_all(descriptor, (json.dumps(holder) + "\n").encode())
-            except BaseException:
-                os.close(descriptor)
-                raise
+                self._lock(descriptor, wait)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                raise MachineError(
+                    f"{self.path.parent}: its file system has no locks ({error.strerror})",
+                    hint="choose a directory on another file system, such as a local disk (output_dir, data.cache_dir)",
+                ) from error
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}
+            write_all(descriptor, (json.dumps(holder) + "\n").encode())
+            failing.pop_all()
         self._descriptor = descriptor
 
     def release(self) -> None:
@@ -116,12 +102,11 @@ class FileLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno not in _HELD:
                 raise
         if not wait:
-            raise MachineError(
-                f"{self.path.parent} is in use by {self.holder()}", hint="wait for it, or stop it with Ctrl-C"
-            )
+            said = f"{self.path.parent} is in use by {self.holder()}"
+            raise MachineError(said, hint="wait for it, or stop it with Ctrl-C")
         if self._on_wait is not None:
             self._on_wait(self.holder())
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -30,6 +30,9 @@ _MOST_MAPPED = 1 << 15
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 _CLEAR_REFS, _FORGET_PEAK = Path("/proc/self/clear_refs"), "5"
+_MALLINFO = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
 _forgotten_peak = 0
 """Process-wide, as the peak is that the system counts."""
 
@@ -37,13 +40,7 @@ _forgotten_peak = 0
 class _Mallinfo(ctypes.Structure):
     """What glibc's `mallinfo2` gives, since 2.33."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
 
 
 def host_memory() -> tuple[int, int]:
@@ -66,12 +63,9 @@ def host_memory() -> tuple[int, int]:
 
 def resident_bytes() -> int | None:
     """Return the bytes of this process that are in memory, or None where the system does not say."""
-    if sys.platform != "linux":
-        return None
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return None
+    return None
 
 
 def allocated_bytes() -> int | None:
@@ -102,10 +96,8 @@ def calm_collector() -> Iterator[None]:
 
 def give_back() -> None:
     """Return freed memory to the system, where the C library can: what a large load left behind stays with it else."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
 
 
 class FreedMemory:
@@ -147,8 +139,7 @@ def peak_resident_bytes() -> int:
 def _counted_peak() -> int:
     """By the system's count for this program; `getrusage` has what the process held before it became this one, too."""
     with suppress(OSError):
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), flags=re.MULTILINE)
-        if found is not None:
+        if (found := re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), flags=re.MULTILINE)) is not None:
             return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -164,8 +155,7 @@ def _forget_peak() -> None:
 
 def return_freed_memory() -> bool:
     """Give large blocks back to the system when they are freed, and what is free by now; false without glibc."""
-    library = _glibc()
-    if library is None:
+    if (library := _glibc()) is None:
         return False
     library.mallopt(_MMAP_THRESHOLD, _OWN_PAGES)  # from a size on that is a hole worth counting, and always the same
     library.mallopt(_MMAP_MAX, _MOST_MAPPED)
@@ -180,8 +170,7 @@ def keep_freed_memory(reserve_bytes: int) -> bool:
     The heap grows by ``reserve_bytes`` of addresses in huge pages. They cost no memory before they are used; where the
     system refuses them, the heap grows in small pages as it is needed.
     """
-    library = _glibc()
-    if library is None:
+    if (library := _glibc()) is None:
         return False
     library.mallopt(_MMAP_MAX, 0)  # large blocks come from the heap too, where they are found again
     library.mallopt(_TRIM_THRESHOLD, -1)  # the heap never shrinks
@@ -206,8 +195,7 @@ def _reserve_huge_pages(library: ctypes.CDLL, size: int) -> None:
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    block = library.malloc(size)
-    if not block:
+    if not (block := library.malloc(size)):
         return
     start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
     length = (block + size - start) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -36,10 +36,7 @@ def bound(mode: Mode, rank_info: RankInfo, device: str, root: Path = SYSFS) -> I
 
 
 def cores_of(
-    mode: Mode,
-    rank_info: RankInfo,
-    near: Sequence[Collection[int]],
-    of_nodes: dict[int, set[int]],
+    mode: Mode, rank_info: RankInfo, near: Sequence[Collection[int]], of_nodes: dict[int, set[int]],
     alike: dict[int, frozenset[int]],
 ) -> set[int]:
     """The cores of one local rank: those of its nodes, or with ``exclusive`` its part of them.
@@ -99,23 +96,18 @@ def device_node(root: Path, address: str) -> int:
 
 def nodes(root: Path, allowed: Collection[int]) -> dict[int, set[int]]:
     """The cores of each NUMA node among those that this process may use; one node of all where there are none."""
-    found = _node_dirs(root)
-    cores = {
-        node: set(allowed) if path is None else parse_list((path / "cpulist").read_text())
-        for node, path in found.items()
-    }
-    return {node: own & set(allowed) for node, own in cores.items()}
+    may = set(allowed)
+    found = _node_dirs(root).items()
+    return {node: may if path is None else may & parse_list((path / "cpulist").read_text()) for node, path in found}
 
 
 def siblings(root: Path, cores: Collection[int]) -> dict[int, frozenset[int]]:
     """The threads of the physical core that each core is one of; itself where the system does not say."""
-    found = {}
+    found = {core: frozenset({core}) for core in cores}
     for core in cores:
-        path = root / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        try:
-            found[core] = frozenset(parse_list(path.read_text())) | {core}
-        except (OSError, ValueError):
-            found[core] = frozenset({core})
+        with suppress(OSError, ValueError):
+            path = root / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+            found[core] |= parse_list(path.read_text())
     return found
 
 

@@ -87,8 +87,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def part_of(tensor: DTensor) -> TensorPart:
     """What this process has of a tensor. Raises ValueError for one that is a sum over processes."""
     mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:
+    if (place := mesh.get_coordinate()) is None:
         return TensorPart((0,) * tensor.ndim, ())
     return part_at(tuple(tensor.shape), tuple(mesh.shape), cuts_of(tensor), tuple(place))
 

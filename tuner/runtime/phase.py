@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tuner.runtime.files import opened
 from tuner.runtime.members import member
 
 STATUS_BYTES = 128
@@ -42,12 +43,9 @@ def at() -> str:
 def publish(path: Path) -> None:
     """Show the words in a new file, too: the system keeps its pages, so a SIGKILL loses nothing. Raises OSError."""
     global _status  # noqa: PLW0603 - one status file a process
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) as descriptor:
         os.ftruncate(descriptor, STATUS_BYTES)
         _status = mmap.mmap(descriptor, STATUS_BYTES)
-    finally:
-        os.close(descriptor)
     enter(_words)
 
 

@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import metadata, util
 from pathlib import Path
@@ -92,10 +92,9 @@ def naming(what: str, file: Path | None, passing: tuple[type[Exception], ...] = 
 
 def source_file(plugin: Plugin) -> Path | None:
     """The file of a plug-in's code; None where Python does not know it."""
-    try:
+    with suppress(TypeError):
         return Path(inspect.getfile(plugin if isinstance(plugin, type) or inspect.isroutine(plugin) else type(plugin)))
-    except TypeError:
-        return None
+    return None
 
 
 def _module(path: Path, use: str) -> ModuleType:
@@ -133,8 +132,7 @@ def _own(value: Any, module: ModuleType) -> bool:
 
 def _entry_point(use: str, group: Group) -> Any:
     declared = metadata.entry_points(group=group)
-    found = {(point.value, point) for point in declared if point.name == use}
-    if not found:
+    if not (found := {(point.value, point) for point in declared if point.name == use}):
         names = sorted({point.name for point in declared})
         near = get_close_matches(use, names, 1, 0.5)
         known = f"installed: {', '.join(names)}" if names else "none is installed"

@@ -60,10 +60,8 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=_meet(rank_info, timeout_s) if rank_info.world_size > 1 else HashStore(),
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            store=_meet(rank_info, timeout_s) if rank_info.world_size > 1 else HashStore(), rank=rank_info.rank,
+            world_size=rank_info.world_size, timeout=timedelta(seconds=timeout_s),
         )
         group = gloo_group(timeout_s)
         _groups += 1
@@ -94,10 +92,8 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
 
 
 def _apart(rank_info: RankInfo, what: str) -> MachineError:
-    return MachineError(
-        f"rank {rank_info.rank} of {rank_info.world_size} could not {what}",
-        hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
-    )
+    said = f"rank {rank_info.rank} of {rank_info.world_size} could not {what}"
+    return MachineError(said, hint="check MASTER_ADDR and MASTER_PORT, and that every process was started")
 
 
 def device_index(rank_info: RankInfo) -> int:
@@ -171,9 +167,7 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
     The first call in a process group makes it and is collective: every rank must make it together.
     """
     global _gloo  # noqa: PLW0603 - mirrors torch's own process-wide default group
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
+    world = dist.group.WORLD  # None where there is none
     if _gloo is None or _gloo[0] is not world:
         _gloo = (world, another_gloo_group(timeout_s))
     return _gloo[1]
@@ -181,7 +175,7 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
 
 def another_gloo_group(timeout_s: float | None) -> ProcessGroup | None:
     """A further CPU group over all ranks, for the collectives of one thread; None in a single process. Collective."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))

@@ -26,11 +26,11 @@ from typing import Any
 
 import psutil
 
-from tuner.errors import MachineError, RecipeError, TunerError, counted
+from tuner.errors import MachineError, RecipeError, TunerError, counted, first_line
 from tuner.runtime import phase, spawn
 from tuner.runtime.activity import STDERR, Doing
 from tuner.runtime.dist import RankInfo, cores
-from tuner.runtime.environment import PREFIXES, versions
+from tuner.runtime.environment import PREFIXES, python_path, versions
 from tuner.runtime.files import scratch_dir, write_all, write_json
 from tuner.runtime.spawn import JOB, KILL_S, LOOPBACK, End, Ranks, StoreAddress, Work, rank_file
 from tuner.runtime.stop import SIGNALS, StopSignals, put_back
@@ -83,7 +83,7 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
             try:
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **started)
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                said = first_line(error)
                 if not address:
                     raise MachineError(f"Ray cannot be started: {said}", hint="see what ray start says") from error
                 raise MachineError(
@@ -105,20 +105,15 @@ def node_versions() -> dict[str, str]:
 def require_same(theirs: Mapping[str, str], ours: Mapping[str, str], node: str) -> None:
     """Raise MachineError where a machine of the cluster has other versions than the one that asks it."""
     named = ((name, theirs.get(name), version) for name, version in ours.items())
-    other = [f"{name} {has} for {wanted}" for name, has, wanted in named if has != wanted]
-    if other:
-        raise MachineError(
-            f"the machine {node} of the Ray cluster has {', '.join(other)}",
-            hint="install the same versions on every machine of the cluster",
-        )
+    if other := [f"{name} {has} for {wanted}" for name, has, wanted in named if has != wanted]:
+        said = f"the machine {node} of the Ray cluster has {', '.join(other)}"
+        raise MachineError(said, hint="install the same versions on every machine of the cluster")
 
 
 def cannot_begin(said: str) -> MachineError:
     """The error for a worker that could not load what it is to do."""
-    return MachineError(
-        f"a worker of the Ray cluster cannot begin: {said}",
-        hint="install this program and what it needs on every machine of the cluster",
-    )
+    message = f"a worker of the Ray cluster cannot begin: {said}"
+    return MachineError(message, hint="install this program and what it needs on every machine of the cluster")
 
 
 @contextmanager
@@ -129,7 +124,7 @@ def _aside() -> Iterator[None]:
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     path, stderr = os.environ.get("PYTHONPATH"), os.dup(2)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), path]))
+    os.environ["PYTHONPATH"] = python_path(os.environ)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
@@ -243,8 +238,7 @@ class RankActor:
         """What rank 0 says next, as soon as it does; empty once it has ended."""
         said = self._process.stderr
         assert said is not None
-        text = os.read(said.fileno(), 1 << 16)
-        if not text:
+        if not (text := os.read(said.fileno(), 1 << 16)):
             said.close()
         return text
 
@@ -254,8 +248,7 @@ class RankActor:
         Times are seconds before now: clocks of machines differ.
         """
         code, now = self._process.wait(), time.monotonic()
-        report = spawn.report_of(self._place, self._rank)
-        if report is not None:
+        if (report := spawn.report_of(self._place, self._rank)) is not None:
             report = replace(report, at_s=report.at_s - now)
         warned = list(read_warned(rank_file(self._place, self._rank, "warnings")))
         at = phase.at_last(rank_file(self._place, self._rank, "phase"))

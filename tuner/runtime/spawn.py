@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo, log_name, threads_per_rank
+from tuner.runtime.environment import python_path
 from tuner.runtime.files import read_json, scratch_dir, write_json
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back, undone
 from tuner.runtime.warned import note_warning, read_warned
@@ -302,19 +303,14 @@ def rank_environment(rank_info: RankInfo, store: StoreAddress, own: Mapping[str,
 
     `store` is where the ranks meet, and belongs to whoever started them.
     """
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, own.get("PYTHONPATH", "").split(os.pathsep))]
     found = {
-        "RANK": str(rank_info.rank),
-        "WORLD_SIZE": str(rank_info.world_size),
-        "LOCAL_RANK": str(rank_info.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
-        "MASTER_ADDR": store.host,
-        "MASTER_PORT": str(store.port),
+        "RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_RANK": str(rank_info.local_rank), "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
+        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port),
         COUNTED_ABOVE: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is that of whoever started them, rank 0 opens none
         "OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", str(threads_per_rank(rank_info))),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONPATH": python_path(own),
     }
     if sys.platform == "linux" and store.host == LOOPBACK:
         # Else gloo takes the address that the host's name resolves to, where it resolves.

@@ -58,9 +58,7 @@ def end() -> tuple[dict[str, float], tuple[str, ...]]:
     """The seconds of each phase up to here, in the order in which they began, and the remarks; the launch has begun."""
     global _since  # noqa: PLW0603
     _turn()
-    found = {name: round(seconds, 3) for name, seconds in _seconds.items() if name != OTHER}
-    if OTHER in _seconds:
-        found[OTHER] = round(_seconds[OTHER], 3)
+    found = {name: round(_seconds[name], 3) for name in sorted(_seconds, key=lambda name: name == OTHER)}
     remarks = tuple(dict.fromkeys(_remarks))
     _clear()
     _since = None

@@ -55,9 +55,7 @@ class StopSignals:
     """
 
     def __init__(
-        self,
-        on_request: Callable[[str], None] | None = None,
-        at_once: Callable[[], None] | None = None,
+        self, on_request: Callable[[str], None] | None = None, at_once: Callable[[], None] | None = None
     ) -> None:
         # A scheduler may signal every process of a job, and the one that started this passes its own signal on.
         below_torchrun = LAUNCHER_REPEAT_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -242,7 +240,6 @@ def _children() -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
-    try:
+    with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == 0
-    except ChildProcessError:
-        return False
+    return False

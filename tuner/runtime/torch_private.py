@@ -65,10 +65,8 @@ def private_attribute(owner: Any, name: str, need: Need) -> Any:
 
 def _gone(path: str, need: Need) -> MachineError:
     library = path.partition(".")[0]
-    return MachineError(
-        f"{library} {version(library)} has no {path}, which {need.by} needs; {need.still_works}",
-        hint=f"install a tested version of {library}: docs/versions.md",
-    )
+    said = f"{library} {version(library)} has no {path}, which {need.by} needs; {need.still_works}"
+    return MachineError(said, hint=f"install a tested version of {library}: docs/versions.md")
 
 
 def __getattr__(name: str) -> Any:

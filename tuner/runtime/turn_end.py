@@ -30,8 +30,7 @@ def turn_end(exchange: ChatConvention) -> str | None:
     Other control tokens may stand before it (`</answer><|im_end|>`), and the next turn's header right after it. It is
     the one before that header which ends the user's turn too, else the last one before it.
     """
-    text = exchange.render(_EXCHANGE[:2], False)
-    if text is None:
+    if (text := exchange.render(_EXCHANGE[:2], False)) is None:
         return None
     last = run = _run_after(exchange, text, _ANSWER)
     longer = exchange.render(_EXCHANGE, False)
@@ -50,8 +49,7 @@ def turn_end(exchange: ChatConvention) -> str | None:
 
 def _run_after(exchange: ChatConvention, text: str, words: str) -> list[str]:
     """The control tokens after `words` with nothing but white space between them, whatever stands before the first."""
-    start = text.find(words)
-    if start < 0:
+    if (start := text.find(words)) < 0:
         return []
     run: list[str] = []
     last = start

@@ -99,14 +99,11 @@ def python_warning(message: Warning | str, category: type[Warning], filename: st
 
 def read_warned(path: Path) -> list[str]:
     """The warnings in another process's file, which may end in half a line; none where there is no file."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        with suppress(ValueError):
-            found.append(str(json.loads(line)))
+    found = list[str]()
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            with suppress(ValueError):
+                found.append(str(json.loads(line)))
     return found
 
 

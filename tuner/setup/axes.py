@@ -22,18 +22,14 @@ def check_axes(model: PreTrainedModel, parallel: ParallelSection) -> None:
     Raises RecipeError, with the sizes that are possible, where the model cannot be split so.
     """
     for axis, check in _CHECKS.items():
-        if (size := getattr(parallel, axis)) > 1:
-            _check_numbers(axis, model.config, parallel)
-            check(model, size)
-
-
-def _check_numbers(axis: str, config: PretrainedConfig, parallel: ParallelSection) -> None:
-    size = getattr(parallel, axis)
-    within = parallel.tensor if axis == "sequence" else 1
-    if (wrong := problem(axis, config, size, within)) is None:
-        return
-    sizes = ", ".join(map(str, possible_sizes(axis, config, within)))
-    raise RecipeError(f"parallel.{axis}: {size} {wrong}", hint=f"sizes that are possible for this model: {sizes}")
+        size, within = getattr(parallel, axis), parallel.tensor if axis == "sequence" else 1
+        if size == 1:
+            continue
+        if (wrong := problem(axis, model.config, size, within)) is not None:
+            sizes = ", ".join(map(str, possible_sizes(axis, model.config, within)))
+            hint = f"sizes that are possible for this model: {sizes}"
+            raise RecipeError(f"parallel.{axis}: {size} {wrong}", hint=hint)
+        check(model, size)
 
 
 def possible_sizes(axis: str, config: PretrainedConfig, within: int = 1) -> tuple[int, ...]:
@@ -51,8 +47,7 @@ def problem(axis: str, config: PretrainedConfig, size: int, within: int = 1) -> 
     """
     text = config.get_text_config()
     if axis == "expert":
-        experts = n_experts(text)
-        if not experts:
+        if not (experts := n_experts(text)):
             return f"divides experts, and {text.model_type} has none"
         return None if experts % size == 0 else f"does not divide the {experts} experts of a layer"
     heads, key_heads = _heads(text)
@@ -87,8 +82,6 @@ def _widths(config: PretrainedConfig) -> tuple[int, ...]:
 
 
 _CHECKS: Mapping[str, Callable[[PreTrainedModel, int], None]] = {
-    "tensor": check_split,
-    "sequence": check_cut,
-    "expert": check_spread,
+    "tensor": check_split, "sequence": check_cut, "expert": check_spread
 }
 """What is checked of a model for each axis besides its numbers."""

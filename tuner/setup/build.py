@@ -77,10 +77,7 @@ class Assembly:
 
 
 def build(
-    resolved: Resolved,
-    prepared: PreparedData,
-    tokenizer: TextTokenizer,
-    rank_info: RankInfo,
+    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo,
     starts: Starts = Starts(),  # noqa: B008 - frozen
 ) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
@@ -107,34 +104,17 @@ def build(
     if (method := teacher_in_memory(resolved)) is not None:
         train_state.method.teacher, teacher_facts = assemble_teacher(resolved, method, step_config)
     batches = GlobalBatches(
-        prepared.train,
-        seed=recipe.seed,
-        shuffle=recipe.data.shuffle,
-        global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=rows_at_once(recipe.train),
-        rank=mesh.data_rank,
-        world_size=mesh.data_size,
-        sizes=table.plan.sizes,
-        portion=starts.portion,
-        by_document=train_state.method.by_document,
+        prepared.train, seed=recipe.seed, shuffle=recipe.data.shuffle, global_batch_size=recipe.train.global_batch_size,
+        micro_batch_size=rows_at_once(recipe.train), rank=mesh.data_rank, world_size=mesh.data_size,
+        sizes=table.plan.sizes, portion=starts.portion, by_document=train_state.method.by_document,
         mismatched=train_state.method.mismatched,
     )
     return Assembly(
-        resolved=resolved,
-        train_state=train_state,
-        batches=batches,
-        timetable=table,
-        prepared=prepared,
-        tokenizer=tokenizer,
-        rank_info=rank_info,
-        mesh=mesh,
-        facts=facts,
-        teacher_facts=teacher_facts,
-        probes=probes_of(resolved, probed_rows(recipe, prepared)),
-        held_out=held,
+        resolved=resolved, train_state=train_state, batches=batches, timetable=table, prepared=prepared,
+        tokenizer=tokenizer, rank_info=rank_info, mesh=mesh, facts=facts, teacher_facts=teacher_facts,
+        probes=probes_of(resolved, probed_rows(recipe, prepared)), held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
-        skipped=recipe.train.steps_to_skip,
-        first_only=recipe.train.overfit_first_batch,
+        skipped=recipe.train.steps_to_skip, first_only=recipe.train.overfit_first_batch,
     )
 
 

@@ -25,7 +25,7 @@ from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
 from tuner.data.sources import expand
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD
-from tuner.runtime.files import read_json
+from tuner.runtime.files import read_json, reading
 from tuner.setup.findings import Findings
 from tuner.setup.settled import AXES, in_groups, rows_at_once, sharing, with_whole_batches
 from tuner.train.plan import Plan, schedule_flaws
@@ -136,15 +136,12 @@ def check_files(recipe: Recipe, found: Findings) -> None:
     _check_tokenizer(recipe, found)
     for key, source in _sources(recipe):
         if recipe.data.portions is None or not recipe.data.portions.may_come_later(source):
-            with found.of(f"{key}.path"):
-                _check_source(source)
+            found.check(f"{key}.path", _check_source, source)
     for key, use, group in _own_code(recipe):
-        with found.of(key):
-            _check_code(use, group)
+        found.check(key, _check_code, use, group)
     for key, path in (("output_dir", recipe.output_dir), ("data.cache_dir", recipe.data.cache_dir)):
         if path is not None:
-            with found.of(key):
-                _check_writable(Path(path))
+            found.check(key, _check_writable, Path(path))
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, DataSource]]:
@@ -172,7 +169,7 @@ def _check_teacher(method: DistillMethod, found: Findings) -> None:
         from tuner.setup.teacher import newest_teacher  # with the classes of models
 
         try:
-            teacher = str(newest_teacher(Path(teacher))[1])
+            teacher = str(newest_teacher(Path(teacher)))
         except RecipeError as error:
             found.add("method.teacher", error.message.removeprefix("method.teacher: "), error.hint)
             return
@@ -185,20 +182,17 @@ def _check_model_directory(key: str, name: str, has_weights: bool, found: Findin
     directory = Path(name)
     if not directory.is_dir():
         found.add(key, f"{name}: no such directory", "give a hub name (owner/name) or a directory with config.json")
-        return
-    if (directory / RECORD).is_file():
+    elif (directory / RECORD).is_file():
         found.add(key, f"{name} is a run", f"export it first: tuner export-hf {name}, and name the export")
-        return
-    if (directory / "adapter_config.json").is_file():
+    elif (directory / "adapter_config.json").is_file():
         found.add(key, f"{name} is an adapter's directory", "merge it first: tuner export-hf RUN, and name the export")
-        return
-    if not (directory / "config.json").is_file():
+    elif not (directory / "config.json").is_file():
         found.add(key, f"{name}: the directory has no config.json")
-        return
-    with found.of(key):
-        read_json(directory / "config.json")
-        if has_weights:
-            _check_weights(directory)
+    else:
+        with found.of(key):
+            read_json(directory / "config.json")
+            if has_weights:
+                _check_weights(directory)
 
 
 def _check_weights(directory: Path) -> None:
@@ -206,16 +200,14 @@ def _check_weights(directory: Path) -> None:
     index = directory / INDEX
     if index.is_file() and not (directory / WEIGHTS).is_file():
         names = read_json(index).get("weight_map")
-        missing = sorted({name for name in dict(names or {}).values() if not (directory / name).is_file()})
-        if missing:
+        if missing := sorted({name for name in dict(names or {}).values() if not (directory / name).is_file()}):
             raise DataError(f"{index}: {missing[0]} is not there", hint="download the model again")
         return
     if any(directory.glob("*.safetensors")):
         return
     if any((directory / name).is_file() for name in _PICKLES):
-        raise DataError(
-            f"{directory}: its weights are pickled, which are never loaded", hint="convert them to safetensors"
-        )
+        said = f"{directory}: its weights are pickled, which are never loaded"
+        raise DataError(said, hint="convert them to safetensors")
     raise DataError(f"{directory}: holds no weights ({WEIGHTS})", hint="write model.init: random to train from nothing")
 
 
@@ -230,17 +222,13 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
             found.add(key, f"{name}: holds no tokenizer", without_files(section.name_or_path is not None))
     template = section.chat_template
     if template is not None and os.path.isabs(template):
-        with found.of("tokenizer.chat_template"):
-            _check_template(Path(template))
+        found.check("tokenizer.chat_template", _check_template, Path(template))
 
 
 def _check_template(path: Path) -> None:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"{path}: {'no such file' if isinstance(error, FileNotFoundError) else error.strerror}"
-        ) from None
+        with reading(path, "no such file"):
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text") from None
     ChatTemplate(text, {}, name=f"{path}: the chat template")

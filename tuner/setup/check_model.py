@@ -45,8 +45,7 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
     """Check a recipe against its model's config, which is in `directory`; how documents go through it, if apart."""
     here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(directory)})})
     apart = None
-    with found.of("data.max_length"):
-        resolve_max_length(here.model, here.data)
+    found.check("data.max_length", resolve_max_length, here.model, here.data)
     _check_best(recipe, found)
     with found.of("model.name_or_path"):
         config = model_config(resolve.model_spec(here, range(0)))
@@ -54,12 +53,10 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
         route, why = resolve.route_for(recipe, model)
         if why is not None:
             apart = f"documents {resolve.ROUTES[route]}: {why}"
-            with found.of("data.packing"):
-                resolve.require_apart(recipe.data.packing is True, route, why)
+            found.check("data.packing", resolve.require_apart, recipe.data.packing is True, route, why)
         if recipe.model.init == "pretrained" and not holds_codes(str(directory), None):
             _check_shapes(recipe, directory, model, found)
-        with found.of("parallel.tensor"):
-            resolve.require_axes(recipe.parallel, model)
+        found.check("parallel.tensor", resolve.require_axes, recipe.parallel, model)
         check_parts(recipe, model, found)
         if recipe.model.init_from and not recipe.tokenizer.add_tokens and not found.problems:
             with found.of("model.init_from"):
@@ -75,8 +72,7 @@ def check_setup(
     Raises RecipeError with every problem.
     """
     recipe, found = resolved.recipe, Findings(loaded)
-    with found.of("tokenizer.name_or_path"):
-        resolve.check_fits(tokenizer, resolved.config, prepared)
+    found.check("tokenizer.name_or_path", resolve.check_fits, tokenizer, resolved.config, prepared)
     with found.of("method.use"):
         check_logits(recipe.method, LogitTransform.of(resolved.config))
     with found.of("train.global_batch_size"):
@@ -91,12 +87,9 @@ def check_setup(
 def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids: range = range(0)) -> None:
     """Check every name and glob that a recipe has for parts of its model; the model is changed as training would."""
     before = len(found.problems)
-    with found.of("model.config"):
-        require_known_losses(model.config)
-    with found.of("model.router_aux_loss_coef"):
-        router_loss(model, recipe.model.router_aux_loss_coef or 0.0)
-    with found.of("model.router_z_loss_coef"):
-        router_loss(model, 0.0, z_weight=recipe.model.router_z_loss_coef)
+    found.check("model.config", require_known_losses, model.config)
+    found.check("model.router_aux_loss_coef", router_loss, model, recipe.model.router_aux_loss_coef or 0.0)
+    found.check("model.router_z_loss_coef", router_loss, model, 0.0, z_weight=recipe.model.router_z_loss_coef)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _select_each(recipe.model.freeze, names, "model.freeze", found)
     _select_each(recipe.export.keep_fp32, names, "export.keep_fp32", found)
@@ -105,8 +98,7 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     if isinstance(recipe.adapter, PeftAdapter):
         _check_saved(recipe.adapter.modules_to_save, model, "adapter.config.modules_to_save", found)
     if (quantize := resolve.quantize_of(recipe)) is not None and len(found.problems) == before:
-        with found.of("model.quantize"):
-            quantize_(model, quantize)
+        found.check("model.quantize", quantize_, model, quantize)
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"}:
         with found.of("train.gradient_checkpointing_layers"):
@@ -120,18 +112,15 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         root = CausalLM(model)
         trainable_of(recipe, new_ids).apply(root.model, recipe.seed)
         parameters = trained_parameters(root)
-        with found.of("optimizer.groups"):
-            chosen_groups(parameters, recipe.optimizer.groups)
+        found.check("optimizer.groups", chosen_groups, parameters, recipe.optimizer.groups)
         if recipe.optimizer.rows:
             with found.of("optimizer.rows"):
                 tables = row_tables(root.model, [pattern for item in recipe.optimizer.rows for pattern in item.match])
                 chosen_groups(tables, recipe.optimizer.rows, "optimizer.rows")
         if isinstance(recipe.optimizer, MuonOptimizer):
-            with found.of("optimizer.kind"):
-                hidden_matrices(parameters, outer_parameters(root))
+            found.check("optimizer.kind", hidden_matrices, parameters, outer_parameters(root))
         if isinstance(recipe.optimizer, AdamwOptimizer) and recipe.optimizer.state == "8bit":
-            with found.of("optimizer.state"):
-                coded_matrices(parameters, embedding_parameters(root))
+            found.check("optimizer.state", coded_matrices, parameters, embedding_parameters(root))
 
 
 def _check_adapter(adapter: LowRankAdapter, model: PreTrainedModel, found: Findings) -> None:
@@ -153,8 +142,7 @@ def _select_each(patterns: Sequence[str], names: Iterable[str], key: str, found:
     """Note every pattern that means nothing."""
     known = list(names)
     for pattern in patterns:
-        with found.of(key):
-            select([pattern], known, key)
+        found.check(key, select, [pattern], known, key)
 
 
 def _check_best(recipe: Recipe, found: Findings) -> None:
@@ -171,8 +159,7 @@ def _check_shapes(recipe: Recipe, directory: Path, model: PreTrainedModel, found
     """Compare the shapes in the headers of the weights with the model's, of the names that both have."""
     wanted = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     if (directory / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        with found.of("model.name_or_path"):
-            index_names(directory / SAFE_WEIGHTS_INDEX_NAME)
+        found.check("model.name_or_path", index_names, directory / SAFE_WEIGHTS_INDEX_NAME)
     for path in sorted(directory.glob("*.safetensors")):
         try:
             read_header(path)

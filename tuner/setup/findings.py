@@ -1,13 +1,15 @@
 """The problems of a recipe that its keys alone do not show, each at the place where its key is written."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 from tuner.config.load import LoadedRecipe
 from tuner.errors import Problem, RecipeError, TunerError
 
+P = ParamSpec("P")
 _KEYED = re.compile(r"((?:[a-z_]+\.)+[a-z_0-9.]+)(?::| (?=\d)) *(.*)", re.DOTALL)
 
 
@@ -27,8 +29,7 @@ class Findings:
         if not self.sound(key):
             return
         text = f"{message}; {hint}" if hint else message
-        problem = Problem.at(self.where(key), key, " ".join(text.split()))
-        if problem not in self.problems:
+        if (problem := Problem.at(self.where(key), key, " ".join(text.split()))) not in self.problems:
             self.problems.append(problem)
 
     def sound(self, *keys: str) -> bool:
@@ -55,6 +56,11 @@ class Findings:
         except TunerError as error:
             named = _KEYED.fullmatch(error.message)
             self.add(*(named[1], named[2]) if named else (key, error.message), error.hint)
+
+    def check(self, key: str, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
+        """Do some work, whose error becomes a problem as it does within `of`."""
+        with self.of(key):
+            work(*args, **named)
 
     def has(self, section: str) -> bool:
         """Whether a section has a problem."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -97,11 +98,10 @@ def _on_all_ranks(group: ProcessGroup | None) -> bool:
     """Whether every process comes here within `WAIT_S`; one that continues with the pass never does."""
     if group is None:
         return True
-    try:
+    with suppress(RuntimeError):
         dist.barrier(group)
-    except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _let_go() -> None:

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from tuner.config.optimizers import AdamwOptimizer
+from tuner.config.optimizers import AdamwOptimizer, keeps_states_on_host
 from tuner.errors import MemoryLimitError
 from tuner.model.offload import BLOCK
 from tuner.runtime.console import Console
@@ -16,25 +16,20 @@ from tuner.setup.specs import trained_count, weight_parts
 from tuner.train.host_adamw import DOWN_BYTES, STATE_BYTES, UP_BYTES, buffer_bytes
 
 
-def announce_host_states(console: Console, resolved: Resolved, rank_info: RankInfo) -> None:
-    """Say what the states of a resolved recipe take of this machine's memory.
+def announce_on_host(console: Console, resolved: Resolved, rank_info: RankInfo) -> None:
+    """Say what a resolved recipe keeps in this machine's memory: the optimizer's states, or all of the shards.
 
-    Raises MemoryLimitError where they take more than is free.
+    Raises MemoryLimitError where that takes more than is free.
     """
     trained = trained_count(resolved)
-    whose, needed = f"optimizer.offload: the states of {trained:,} parameters", host_bytes(resolved, trained, rank_info)
-    room = _room(console, resolved, whose, needed)
-    moved = f"of each parameter {DOWN_BYTES} bytes come to the host in a step and {UP_BYTES} return"
-    console.say("optimizer", f"states in {room}; {moved}")
-
-
-def announce_host_shards(console: Console, resolved: Resolved, rank_info: RankInfo) -> None:
-    """Say what weights, gradients and states of a resolved recipe take of this machine's memory.
-
-    Raises MemoryLimitError where they take more than is free.
-    """
-    needed = shard_bytes(resolved, trained_count(resolved), rank_info)
-    room = _room(console, resolved, f"parallel.offload: shards of {resolved.n_parameters:,} parameters", needed)
+    if keeps_states_on_host(resolved.recipe.optimizer):
+        whose = f"optimizer.offload: the states of {trained:,} parameters"
+        room = _room(console, resolved, whose, host_bytes(resolved, trained, rank_info))
+        moved = f"of each parameter {DOWN_BYTES} bytes come to the host in a step and {UP_BYTES} return"
+        console.say("optimizer", f"states in {room}; {moved}")
+        return
+    whose = f"parallel.offload: shards of {resolved.n_parameters:,} parameters"
+    room = _room(console, resolved, whose, shard_bytes(resolved, trained, rank_info))
     console.say("offload", f"weights, gradients and states in {room}; weights are brought to the device by layers")
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from tuner.config.methods import head_of
@@ -58,7 +57,7 @@ def _target(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec) 
 
 
 class Initial:
-    """Gives a model that is being built what its recipe says, and notes what that was."""
+    """Gives a model that is being built what its recipe says (by its ``giver``), and notes what that was."""
 
     def __init__(self, resolved: Resolved, trainable: TrainableSpec) -> None:
         """Plan it; nothing is read. On resuming, what the run was given then counts: see :class:`Resolved`."""
@@ -66,27 +65,11 @@ class Initial:
         versions = resolved.versions if self._before is None else versions_in(self._before)
         target = _target(resolved.recipe, resolved.config, trainable)
         plan = plan_of(pinned(resolved.recipe.model.init_from, versions), target, hashes=True)
-        self._giver = Giver(plan, trainable.new_ids, frozen_only=self._before is not None)
-
-    def give_weights(self, model: Any) -> None:
-        """Change the model's own weights, in place, before anything is added to it."""
-        self._giver.give_weights(model)
-
-    def give_rest(self, model: nn.Module) -> None:
-        """Change what training added to it, in place."""
-        self._giver.give_rest(model)
+        self.giver = Giver(plan, trainable.new_ids, frozen_only=self._before is not None)
 
     def noted(self) -> dict[str, Any]:
         """What checkpoints note, and the report of a run that begins."""
         if self._before is not None:
             return dict(self._before)
-        facts = self._giver.facts()
-        return {**facts, "summary": summary(self._giver.plan), "report": report(self._giver.plan, facts)}
-
-
-def initial_of(resolved: Resolved, trainable: TrainableSpec) -> Initial | None:
-    """What gives the model its weights; None where no weight is left to give, such as on resuming."""
-    before: Mapping[str, Any] | None = resolved.given
-    if not resolved.recipe.model.init_from or (before is not None and not before["frozen"]):
-        return None
-    return Initial(resolved, trainable)
+        facts = self.giver.facts()
+        return {**facts, "summary": summary(self.giver.plan), "report": report(self.giver.plan, facts)}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from packaging.requirements import Requirement
 
 from tuner.errors import TunerError
@@ -76,14 +77,11 @@ def _python() -> Iterator[Check]:
 
 
 def _libraries() -> Iterator[Check]:
-    wanted = _wanted()
-    if not wanted:
+    if not (wanted := _wanted()):
         means = "tuner runs from a directory that is not installed: ranges of versions are not known"
         yield Check("libraries", "warning", "no metadata of tuner", means, "install the clone: pip install .")
         return
     for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
         name = requirement.name
         try:
             version = importlib.metadata.version(name)
@@ -97,10 +95,11 @@ def _libraries() -> Iterator[Check]:
             yield Check(name, "ok", f"{version}, within {requirement.specifier}")
 
 
-def _wanted() -> list[Requirement]:
-    """What tuner requires, its extras included; nothing where it is not installed."""
+def _wanted(extra: str = "") -> list[Requirement]:
+    """What tuner requires here, with an extra or without any; nothing where it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
-        return [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
+        wanted = map(Requirement, importlib.metadata.requires("tuner-lm") or ())
+        return [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": extra})]
     return []
 
 
@@ -156,13 +155,8 @@ def _try(directory: Path) -> float:
 
 def _filesystem(path: Path) -> str:
     """The kind of the file system that a path lies on: the mount with the longest name that leads to it."""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "unknown file system"
-    mounts = [(fields[1], fields[2]) for line in lines if len(fields := line.split()) > 2]
-    found = [(mount, kind) for mount, kind in mounts if path.resolve().is_relative_to(mount)]
-    return max(found, key=lambda each: len(each[0]))[1] if found else "unknown file system"
+    mounts = [one for one in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(one.mountpoint)]
+    return str(max(mounts, key=lambda one: len(one.mountpoint)).fstype) if mounts else "unknown file system"
 
 
 def _extras() -> Iterator[Check]:
@@ -177,10 +171,8 @@ def _extras() -> Iterator[Check]:
 
 def _packages(extra: str) -> str:
     """What an extra installs, by the metadata of tuner."""
-    wanted = _wanted()
-    names = [each.name for each in wanted if each.marker is not None and each.marker.evaluate({"extra": extra})]
-    plain = {each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})}
-    return " ".join(name for name in names if name not in plain) or extra
+    plain = {each.name for each in _wanted()}
+    return " ".join(each.name for each in _wanted(extra) if each.name not in plain) or extra
 
 
 def _hub() -> Iterator[Check]:

@@ -1,7 +1,7 @@
 """One thing that was looked at on a machine: what was found, what that means, and how to get the rest."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Status = Literal["ok", "missing", "warning", "broken"]
 GIB = 1 << 30
@@ -16,11 +16,6 @@ class Check:
     found: str
     means: str = ""
     fix: str = ""
-
-
-def as_json(check: Check) -> dict[str, Any]:
-    """A check as JSON values."""
-    return dict(vars(check))
 
 
 def gib(count: int) -> str:

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from tuner.errors import MachineError, counted
+from tuner.errors import MachineError, counted, first_line
 from tuner.model.fastest import FLASH_4, USUAL_FLASH, WAY_TO_FLASH_4, Heads, versions_for
 from tuner.model.flash4_attention import problem
 from tuner.model.kernels import has_liger
@@ -76,8 +77,7 @@ def _product(kind: str) -> Check:
 
 
 def _driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if (program := shutil.which("nvidia-smi")) is None:
         return "unknown: no nvidia-smi"
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
@@ -99,17 +99,15 @@ def _processor() -> Iterator[Check]:
 
 def _quota() -> float | None:
     """Cores' time that the control group allows; None without a limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
+    with suppress(OSError, ValueError):  # "max" is no number
+        limit, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split())
+        return limit / period
+    return None
 
 
 def _compilers() -> Iterator[Check]:
-    compiler = c_compiler()
-    if compiler is None:
-        means = "kernels in C are not built: training on a CPU is slower"
+    means = "kernels in C are not built: training on a CPU is slower"
+    if (compiler := c_compiler()) is None:
         yield Check("C compiler", "missing", "none of cc, gcc, clang", means, "apt install gcc")
     else:
         with scratch_dir("tuner-doctor-") as work:
@@ -121,10 +119,8 @@ def _compilers() -> Iterator[Check]:
             yield Check("C compiler", "ok", f"{compiler} compiles")
         else:
             said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-            means = "kernels in C are not built: training on a CPU is slower"
             yield Check("C compiler", "warning", f"{compiler} fails: {said}", means, "apt install gcc libc6-dev")
-    problem = device.compiler_problem("cuda" if torch.cuda.is_available() else "cpu")
-    if problem is None:
+    if (problem := device.compiler_problem("cuda" if torch.cuda.is_available() else "cpu")) is None:
         yield Check("torch.compile", "ok", "a C++ compiler and Python's headers are here")
     else:
         means = "train.compile: true fails, auto trains uncompiled"
@@ -173,8 +169,7 @@ def _liger() -> Check:
         norm = LigerRMSNorm(64).to("cuda")
         right = bool(torch.isfinite(norm(torch.ones(4, 64, device="cuda"))).all())
     except Exception as error:  # noqa: BLE001 - of a compiler, of Triton or of the driver
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Check("kernels", "warning", f"liger fails on the GPU: {said}", LESS, device.TO_COMPILE)
+        return Check("kernels", "warning", f"liger fails on the GPU: {first_line(error)}", LESS, device.TO_COMPILE)
     if not right:
         return Check("kernels", "broken", "liger gives numbers that are not finite on the GPU")
     return Check("kernels", "ok", "liger computes on the GPU")
@@ -184,8 +179,7 @@ def _attention() -> Check:
     """Which flash attention there is for this device; whether it is right is tried on each model's own heads."""
     major = generation(torch.cuda.current_device())
     usual = [Heads(32, 8, 128, 128, 0.0, 0.0)]  # of most models with 7 billion parameters and more
-    there = versions_for(usual, major)
-    if there:
+    if there := versions_for(usual, major):
         return Check("attention", "ok", f"{there[0].name}: {there[0].package} is installed")
     if problem(major, 128, 128, is_grouped=True, is_capped=False) is not None:
         return Check("attention", "ok", f"{USUAL_FLASH}: there is no later one for compute capability {major}.x")
@@ -196,23 +190,19 @@ def _attention() -> Check:
 def _page_lock() -> Check:
     block = torch.empty(LOCKED, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(block.data_ptr(), LOCKED, 0))
-    if code == 0:
+    if (code := int(cudart.cudaHostRegister(block.data_ptr(), LOCKED, 0))) == 0:
         cudart.cudaHostUnregister(block.data_ptr())
         return Check("page-lock", "ok", f"{LOCKED >> 20:,} MiB of host memory can be page-locked")
     forget_cuda_error(torch.device("cuda", torch.cuda.current_device()))
     return Check(
-        "page-lock",
-        "warning",
-        f"{LOCKED >> 20:,} MiB of host memory cannot be page-locked (CUDA error {code})",
+        "page-lock", "warning", f"{LOCKED >> 20:,} MiB of host memory cannot be page-locked (CUDA error {code})",
         "saves in the background copy through plain memory, and training waits a little longer for them",
         "WSL allows little of it" if is_wsl() else "raise the limit: ulimit -l unlimited, or the container's",
     )
 
 
 def _allocator() -> Check:
-    said = os.environ.get(ALLOCATOR) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if said is not None:
+    if (said := os.environ.get(ALLOCATOR) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")) is not None:
         return Check("allocator", "ok", said, "" if said == SEGMENTS else "as the environment says")
     means = "memory of the device is kept in blocks of fixed size: tensors of several sizes leave holes in it"
     where = "WSL's driver has no expandable segments" if is_wsl() else "no expandable segments"
@@ -229,9 +219,7 @@ def _links(count: int) -> Check:
         return Check("links", "ok", f"{count} GPUs, each reaches the others' memory: {groups}")
     one, other = apart[0]
     return Check(
-        "links",
-        "warning",
-        f"{count} GPUs, of which {one} does not reach the memory of {other}: {groups}",
+        "links", "warning", f"{count} GPUs, of which {one} does not reach the memory of {other}: {groups}",
         "what parallel.tensor, sequence and expert exchange goes through the host's memory, and is waited for",
         "parallel.shard alone sends while it computes",
     )

@@ -62,10 +62,7 @@ def full_rows(examples: Examples, max_length: int, n_rows: int, vocab_size: int,
     targets = np.roll(ids, -1)
     targets[np.cumsum(lengths) - 1] = IGNORED
     return Batch(
-        input_ids=ids,
-        targets=targets,
-        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
-        lengths=tuple(lengths),
-        trained_positions=np.flatnonzero(targets != IGNORED),
-        documents=np.arange(len(lengths), dtype=np.int64),
+        input_ids=ids, targets=targets,
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]), lengths=tuple(lengths),
+        trained_positions=np.flatnonzero(targets != IGNORED), documents=np.arange(len(lengths), dtype=np.int64),
     )

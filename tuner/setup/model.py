@@ -113,9 +113,7 @@ def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: Ste
 
 
 def _whole_model(
-    resolved: Resolved,
-    initial: "Initial | None",
-    dtype: torch.dtype | None = None,
+    resolved: Resolved, initial: "Initial | None", dtype: torch.dtype | None = None,
     unread: "UnreadWeights | None" = None,
 ) -> PreTrainedModel:
     """The model with its values, but for those that it takes note of as ``unread`` where such are asked for."""
@@ -123,17 +121,18 @@ def _whole_model(
     spec = replace(model_spec(recipe, resolved.new_ids), unread=unread)
     model = build_model(spec, dtype or DTYPES[recipe.model.dtype], recipe.seed)
     if initial is not None:
-        initial.give_weights(model)
+        initial.giver.give_weights(model)
     return model
 
 
 def _initial(resolved: Resolved, spec: AssemblySpec) -> "Initial | None":
-    """What gives the model weights from elsewhere, where the recipe names any."""
-    if not resolved.recipe.model.init_from:
+    """What gives the model weights from elsewhere; None where none is left to give, such as on resuming."""
+    given = resolved.given
+    if not resolved.recipe.model.init_from or (given is not None and not given["frozen"]):
         return None
-    from tuner.setup.initial import initial_of  # few trainings have any
+    from tuner.setup.initial import Initial  # few trainings have any
 
-    return initial_of(resolved, spec.trainable)
+    return Initial(resolved, spec.trainable)
 
 
 def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | None:
@@ -188,10 +187,7 @@ def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Te
 
 
 def _spread(
-    resolved: Resolved,
-    spec: AssemblySpec,
-    meshes: DeviceMeshes,
-    unread: "UnreadWeights | None",
+    resolved: Resolved, spec: AssemblySpec, meshes: DeviceMeshes, unread: "UnreadWeights | None",
     materialise: Callable[..., None],
 ) -> Built:
     """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
@@ -207,9 +203,7 @@ def _spread(
 
     facts, route = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
-        replace(spec, route=route),
-        meta_model_of(resolved),
-        meshes=meshes,
+        replace(spec, route=route), meta_model_of(resolved), meshes=meshes,
         give_values=lambda root: materialise(root, source[0].root if source else None),
     )
     return Built(root, source[0].facts if source else facts)
@@ -231,7 +225,7 @@ class _Inspected:
         """Prove that each document is computed as if alone, and begin to hash what its weights are known by."""
         resolved, recipe, unread = self._resolved, self._resolved.recipe, self._unread
         if self._initial is not None:
-            self._initial.give_rest(root.model)
+            self._initial.giver.give_rest(root.model)
         with startup.phase("checks"):
             why_apart = _prove(resolved, root, are_there if unread is None else partial(unread.read, root.model))
         if recipe.adapter.kind != "none":
@@ -244,11 +238,8 @@ class _Inspected:
         if reference_of(recipe.method) == "columns":
             weights_hash = known_weights_hash(root.model, recipe.data.cache_dir, unread)
         self.facts = WeightFacts(
-            FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind, unread),
-            weights_hash,
-            untouched,
-            resolved.given if self._initial is None else self._initial.noted(),
-            why_apart,
+            FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind, unread), weights_hash, untouched,
+            resolved.given if self._initial is None else self._initial.noted(), why_apart,
         )
 
 

@@ -16,14 +16,8 @@ from tuner.setup.resolve import Resolved
 MAX_PROBES = 20
 MAX_TOKENS = 64
 _PRODUCTS = {
-    functional.linear,
-    functional.embedding,
-    functional.layer_norm,
-    torch.addmm,
-    torch.bmm,
-    torch.matmul,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
+    functional.linear, functional.embedding, functional.layer_norm, torch.addmm, torch.bmm, torch.matmul,
+    torch.Tensor.matmul, torch.Tensor.__matmul__,
 }
 
 
@@ -75,7 +69,11 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
     with _whole(root), _in_float32(root):
-        logits = _last_logits(root, probes, device)
+        # Side by side they would be filled up, and round otherwise than alone; or, with attention of the class's own, be
+        # one text, which may be longer than its positions go.
+        is_one_row = root.layout.route == "flat" and root.layout.takes_documents
+        rows = [probes] if is_one_row else [[probe] for probe in probes]
+        logits = torch.cat([_last_logits(root, row, device) for row in rows])
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}
 
@@ -95,16 +93,8 @@ def _whole(root: CausalLM) -> AbstractContextManager[None]:
     return as_trained(root)
 
 
-def _last_logits(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Logits ``[P, V]`` of the last tokens."""
-    # Side by side they would be filled up, and round otherwise than alone; or, with attention of the class's own, be one
-    # text, which may be longer than its positions go.
-    if root.layout.route != "flat" or not root.layout.takes_documents:
-        return torch.cat([_of_row(root, [probe], device) for probe in probes])
-    return _of_row(root, probes, device)
-
-
-def _of_row(root: CausalLM, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _last_logits(root: CausalLM, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Logits ``[len(documents), V]`` of the last tokens of a row's documents."""
     lengths = tuple(map(len, documents))
     places = torch.cat([torch.arange(length) for length in lengths])
     ends = torch.tensor(lengths).cumsum(0) - 1

@@ -57,16 +57,10 @@ def key_of(resolved: Resolved, root: CausalLM, longest: int, packed: bool) -> st
         "sources": _sources(type(module) for module in root.modules()),
         "modules": hashlib.sha256(repr(_parts(root)).encode()).hexdigest(),
         **sections,
-        "packing": recipe.data.packing,
-        "packed": packed,
-        "longest": longest,
         "train": recipe.train.model_dump(mode="json", include={"precision", "tf32", "tiled_mlp", "device"}),
-        "method": recipe.method.kind,
-        "new_tokens": len(resolved.new_ids),
-        "from": root.layout.route,
-        "device": resolved.facts.name,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions(),
+        "packing": recipe.data.packing, "packed": packed, "longest": longest, "from": root.layout.route,
+        "method": recipe.method.kind, "new_tokens": len(resolved.new_ids), "versions": versions(),
+        "device": resolved.facts.name, "instructions": torch.backends.cpu.get_cpu_capability(),
     }
     return hash_of(facts, 32)
 

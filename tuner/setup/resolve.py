@@ -144,8 +144,11 @@ def resolve(
     _check_numerics(done, facts)
     _check_tiles(done, config)
     _check_liger(recipe, is_here)
+    if done.data.packing == "auto":
+        reasons["data.packing"] = "documents end to end"
     resolved = Resolved(done, facts, config, build.generation_config(spec, config), n_parameters, reasons, new_ids)
-    return _by_structure(resolved, meta)
+    route, apart = route_for(done, meta)
+    return resolved if apart is None else rerouted(resolved, route, apart)
 
 
 def _shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, str]:
@@ -154,14 +157,6 @@ def _shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, str]:
         return "hybrid", "parallel.replicas"
     several = settled.copy_on_each_machine(recipe, rank_info)
     return ("hybrid", "several machines") if several else ("full", "one machine")
-
-
-def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
-    """The same with the route of documents that the model's structure tells."""
-    if resolved.recipe.data.packing == "auto":
-        resolved = replace(resolved, reasons={**resolved.reasons, "data.packing": "documents end to end"})
-    route, why = route_for(resolved.recipe, model)
-    return resolved if why is None else rerouted(resolved, route, why)
 
 
 def takes_several(recipe: Recipe) -> bool:
@@ -181,10 +176,8 @@ ROUTES: dict[Route, str] = {"batch": "as a padded batch", "calls": "one by one"}
 def require_apart(wants_flat: bool, route: Route, why: str) -> None:
     """Raise RecipeError where documents that cannot lie end to end are to."""
     if wants_flat:
-        raise RecipeError(
-            f"data.packing: true: documents cannot lie end to end: {why}",
-            hint=f"write data.packing: auto, which takes those of a row {ROUTES[route]}",
-        )
+        said = f"data.packing: true: documents cannot lie end to end: {why}"
+        raise RecipeError(said, hint=f"write data.packing: auto, which takes those of a row {ROUTES[route]}")
 
 
 def rerouted(resolved: Resolved, route: Route, why: str) -> Resolved:
@@ -233,8 +226,7 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
     spec = ModelSpec(
         model.name_or_path, model.revision, random_init, model.config, new_ids, without_dropout=has_reference, head=head
     )
-    quantize = quantize_of(recipe)
-    if quantize is None:
+    if (quantize := quantize_of(recipe)) is None:
         return spec
     from tuner.model.quantize.layers import ReadingQuantizer
 
@@ -382,8 +374,7 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_trit
             return False, "rows of many lengths"
     elif problem is not None:
         raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
-    why = _interpreted(recipe, meta)
-    if why is None:
+    if (why := _interpreted(recipe, meta)) is None:
         return True, facts.kind if wanted == "auto" else "as written"
     if wanted is True:
         raise RecipeError(f"train.compile: {why}", hint="write train.compile: false")
@@ -443,9 +434,8 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
     if recipe.model.kernels == "liger" and facts.kind != "cuda":
         raise MachineError("model.kernels: liger needs a CUDA device", hint="write kernels: auto or torch")
     if recipe.train.tf32 and not (facts.kind == "cuda" and facts.bf16_fast):
-        raise MachineError(
-            f"train.tf32: {facts.name} has no TF32 units", hint="write tf32: false; GPUs have them from the A100 on"
-        )
+        said = f"train.tf32: {facts.name} has no TF32 units"
+        raise MachineError(said, hint="write tf32: false; GPUs have them from the A100 on")
     if recipe.model.kernels == "native" and facts.kind != "cpu":
         raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
     require_precision(recipe.train.precision, facts)
@@ -455,10 +445,8 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
             hint="write dtype: auto, train.precision sets the computation; or optimizer.rounding: stochastic",
         )
     if recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":
-        raise RecipeError(
-            "model.dtype: bf16 weights cannot be computed with in train.precision: fp32",
-            hint="write dtype: auto, or precision: bf16",
-        )
+        said = "model.dtype: bf16 weights cannot be computed with in train.precision: fp32"
+        raise RecipeError(said, hint="write dtype: auto, or precision: bf16")
 
 
 def require_axes(parallel: ParallelSection, model: PreTrainedModel) -> None:
@@ -482,10 +470,8 @@ def check_division(recipe: Recipe, processes: int) -> None:
         numbers = range(1, min(rows, 64) + 1)
         allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
         groups = settled.in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
-        raise RecipeError(
-            f"train.{key}: {rows} rows do not divide into {groups} of {micro} rows",
-            hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
-        )
+        said = f"train.{key}: {rows} rows do not divide into {groups} of {micro} rows"
+        raise RecipeError(said, hint=f"numbers of processes (parallel.processes) that divide it: {allowed}")
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:

@@ -132,26 +132,18 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
     train, longest = recipe.train, resolved.max_length
     tokens = longest * rows_at_once(train)
     return AssemblySpec(
-        trainable=trainable_of(recipe, resolved.new_ids),
-        seed=recipe.seed,
-        kernels=cast("Kernels", recipe.model.kernels),
+        trainable=trainable_of(recipe, resolved.new_ids), seed=recipe.seed, route=resolved.route,
+        kernels=cast("Kernels", recipe.model.kernels), quantize=quantize_of(recipe),
         recompute=cast("Recompute", train.gradient_checkpointing),
-        recomputed_layers=train.gradient_checkpointing_layers,
-        recomputed_modules=train.gradient_checkpointing_modules,
-        offload=train.offload_activations is True,
-        tiles=train.tiled_mlp is True,
+        recomputed_layers=train.gradient_checkpointing_layers, recomputed_modules=train.gradient_checkpointing_modules,
+        offload=train.offload_activations is True, tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
-        reshard_after_forward=recipe.parallel.reshard_after_forward,
-        on_host=recipe.parallel.offload == "host",
+        reshard_after_forward=recipe.parallel.reshard_after_forward, on_host=recipe.parallel.offload == "host",
         reduced_in=torch.bfloat16 if recipe.parallel.reduce_dtype == "bf16" else None,
         rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
-        tokens=tokens,
+        tokens=tokens, step_tokens=longest * recipe.train.global_batch_size,
         row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
-        step_tokens=longest * recipe.train.global_batch_size,
-        quantize=quantize_of(recipe),
-        float8=train.precision == "fp8",
-        float8_except=train.fp8_except,
-        route=resolved.route,
+        float8=train.precision == "fp8", float8_except=train.fp8_except,
     )
 
 

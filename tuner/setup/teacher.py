@@ -41,15 +41,9 @@ def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
     config = model_config(spec)
     kernels = "torch" if recipe.model.kernels == "liger" and not has_liger(config.model_type) else recipe.model.kernels
     changed: dict[str, Any] = {
-        "name_or_path": spec.name_or_path,
-        "revision": spec.revision,
-        "init": "pretrained",
-        "config": {},
-        "dtype": frozen_dtype(recipe.train.precision, resolved.facts),
-        "quantize": "none",
-        "kernels": kernels,
-        "freeze": (),
-        "init_from": (),
+        "name_or_path": spec.name_or_path, "revision": spec.revision, "init": "pretrained", "config": {},
+        "dtype": frozen_dtype(recipe.train.precision, resolved.facts), "quantize": "none", "kernels": kernels,
+        "freeze": (), "init_from": (),
     }
     model = recipe.model.model_copy(update=changed)
     data = recipe.data.model_copy(update={"packing": "auto" if recipe.data.packs_rows else False})
@@ -62,16 +56,15 @@ def teacher_model(method: DistillMethod) -> ModelSpec:
     """The teacher as the model package takes it: of several versions the newest. Raises RecipeError without one."""
     if method.teacher_every is None:
         return ModelSpec(method.teacher, method.teacher_revision)
-    return ModelSpec(str(newest_teacher(Path(method.teacher))[1]))
+    return ModelSpec(str(newest_teacher(Path(method.teacher))))
 
 
-def newest_teacher(directory: Path) -> tuple[int, Path]:
-    """The newest whole `step-N` of a directory of versions, with its N. Raises RecipeError where there is none."""
+def newest_teacher(directory: Path) -> Path:
+    """The newest whole `step-N` of a directory of versions. Raises RecipeError where there is none."""
     problems = []
-    for number, path in version_dirs(directory):
-        problem = incomplete(path)
-        if problem is None:
-            return number, path
+    for _, path in version_dirs(directory):
+        if (problem := incomplete(path)) is None:
+            return path
         problems.append(f"; {path.name} {problem}")
     raise RecipeError(
         f"method.teacher: {directory} holds no version of a teacher (a directory step-N with a model)"

@@ -18,19 +18,10 @@ import numpy.typing as npt
 from tuner.config.numbers import Duration
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PreparedData
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 from tuner.setup.settled import rows_at_once
 from tuner.train import plan as planning
-from tuner.train.plan import (
-    Cadence,
-    Plan,
-    Schedule,
-    batch_sizes,
-    build_schedule,
-    mark_steps,
-    plan_steps,
-    schedule_flaws,
-)
+from tuner.train.plan import Cadence, Plan, Schedule, build_schedule, mark_steps, plan_steps, schedule_flaws
 
 if TYPE_CHECKING:
     from tuner.data.prepared import PackedRows
@@ -108,7 +99,7 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
         ways.append(f"train.duration: {longer} epochs")
     else:
         ways.append("a longer train.duration")
-    steps = f"{plan.total_steps} step{'' if plan.total_steps == 1 else 's'}"
+    steps = counted(plan.total_steps, "step")
     return f"the whole run is {steps}, which teach a model little; write {' or '.join(ways)}, or take more data"
 
 
@@ -150,7 +141,8 @@ def timetable(resolved: Resolved, prepared: PreparedData, starts: Starts = Start
         raise RecipeError(f"train.duration: no steps of {limit} are left", hint="lengthen it")
 
     def due(every: Sequence[Duration] | None) -> Cadence:
-        return planning.cadence(_known(every, limit), whole, tokens)
+        # Shares of a run whose length is not known are those of a default: others are refused.
+        return planning.cadence([one for one in every or () if limit is not None or one.unit != "%"], whole, tokens)
 
     kept = due(recipe.checkpoint.keep_every)
     marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens) | ({0} if recipe.checkpoint.at_start else set())
@@ -159,23 +151,11 @@ def timetable(resolved: Resolved, prepared: PreparedData, starts: Starts = Start
     if evaluated and recipe.eval.marks:
         evaluation = replace(evaluation, at_steps=mark_steps(recipe.eval.marks, extent.longest, tokens, "eval.marks"))
     return Timetable(
-        extent.plan,
-        run_schedule(recipe, whole, tokens, starts),
-        evaluation,
-        due(recipe.checkpoint.every).or_of(exporting).or_of(kept),
-        replace(kept, at_steps=marks),
-        exporting,
-        starts.data,
-        tuple(evaluation if task.every is None else due(task.every) for task in recipe.eval.tasks),
+        extent.plan, run_schedule(recipe, whole, tokens, starts), evaluation,
+        due(recipe.checkpoint.every).or_of(exporting).or_of(kept), replace(kept, at_steps=marks), exporting,
+        starts.data, tuple(evaluation if task.every is None else due(task.every) for task in recipe.eval.tasks),
         recipe.checkpoint.not_within or 0,
     )
-
-
-def _known(every: Sequence[Duration] | None, limit: int | None) -> Sequence[Duration] | None:
-    """A cadence without the shares of a run whose length is not known: those of a default, as others are refused."""
-    if every is None or limit is not None:
-        return every
-    return [duration for duration in every if duration.unit != "%"] or None
 
 
 def run_schedule(
@@ -237,8 +217,7 @@ class PortionPlans:
 
     def words(self, plan: Plan, first_step: int) -> str:
         """The plan of a portion that begins after ``first_step`` steps, for people."""
-        limit = self.limit
-        rows = f"{plan.rows:,} row{'s' if plan.rows != 1 else ''} / {plan.global_batch_size}"
+        limit, rows = self.limit, f"{counted(plan.rows, 'row')} / {plan.global_batch_size}"
         steps = f"steps {first_step + 1:,} to {plan.total_steps:,}"
         return f"{rows} = {steps}" + ("" if limit is None else f" of at most {limit:,}")
 
@@ -266,7 +245,7 @@ def extent_of(resolved: Resolved, rows: PackedRows, first_step: int) -> Extent:
     """The extent of a resolved run over such rows; those of a portion begin after ``first_step`` steps."""
     recipe = resolved.recipe
     if recipe.data.portions is None:
-        sizes = batch_sizes(recipe.train, rows.tokens_per_row)
+        sizes = planning.batch_sizes(recipe.train, rows.tokens_per_row)
         plan = plan_steps(recipe.train.duration, rows.tokens_per_row, recipe.train.global_batch_size, sizes)
         return Extent(plan, plan, rows.tokens_per_row, plan.total_steps)
     plans = PortionPlans(resolved)

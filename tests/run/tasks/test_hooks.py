@@ -82,8 +82,7 @@ def test_stages_and_steps_are_chosen_by_the_registration(tmp_path: Path) -> None
     every, third, ends = Told(), Told(), Told()
     hooks = Hooks(
         [
-            Registration(every, frozenset(ALL), EVERY_STEP),
-            Registration(third, frozenset(ALL), Cadence((3,))),
+            Registration(every, frozenset(ALL), EVERY_STEP), Registration(third, frozenset(ALL), Cadence((3,))),
             Registration(ends, frozenset(("end",)), EVERY_STEP),
         ],
         facts(tmp_path),
@@ -107,12 +106,13 @@ def test_stages_and_steps_are_chosen_by_the_registration(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("cadence_s", "step_s", "first", "last"), [(10, 4, 3, 27), (600, 60, 10, 30)])
 def test_a_cadence_of_time_counts_from_the_last_report_of_a_step(
-    cadence_s: float, step_s: float, first: int, last: int, tmp_path: Path
+    cadence_s: float, step_s: float, first: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other stages do not put it off."""
     now, told = [100.0], Told()
     registration = Registration(told, frozenset(ALL), Cadence((), cadence_s), called_at=100.0)
-    hooks = Hooks([registration], facts(tmp_path), PROGRESS, clock=lambda: now[0])
+    monkeypatch.setattr("tuner.run.tasks.hooks.time.monotonic", lambda: now[0])
+    hooks = Hooks([registration], facts(tmp_path), PROGRESS)
     for number in range(1, last + 1):
         now[0] += step_s
         step(hooks, number)

@@ -50,8 +50,7 @@ class LocalLoss(StepPart):
 
     def after_update(self, skip: torch.Tensor) -> None:
         """Have the mean copied, unless there was nothing to take one of."""
-        means = [one.mean(self._counts) for one in self._sums.losses.values() if self._counts[one.per]]
-        if means:
+        if means := [one.mean(self._counts) for one in self._sums.losses.values() if self._counts[one.per]]:
             loss = self._sharers * torch.stack(means).sum()
             copy = torch.empty((), dtype=loss.dtype, pin_memory=loss.is_cuda)
             self._unread[self._progress.step + 1] = copy.copy_(loss, non_blocking=True)

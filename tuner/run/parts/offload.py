@@ -13,8 +13,7 @@ class Offload(Part):
     """Shards (`parallel.offload`), optimizer state (`optimizer.offload`), activations (`train.offload_activations`)."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._has_host_states = keeps_states_on_host(recipe.optimizer)
-        self._has_host_shards = recipe.parallel.offload == "host"
+        self._is_on_host = keeps_states_on_host(recipe.optimizer) or recipe.parallel.offload == "host"
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
@@ -22,8 +21,7 @@ class Offload(Part):
             from tuner.setup.host_states import offload_line
 
             console.say("offload", offload_line(resolved))
-        if self._has_host_states or self._has_host_shards:
-            from tuner.setup.host_states import announce_host_shards, announce_host_states
+        if self._is_on_host:
+            from tuner.setup.host_states import announce_on_host
 
-            announce = announce_host_states if self._has_host_states else announce_host_shards
-            announce(console, resolved, rank_info)
+            announce_on_host(console, resolved, rank_info)

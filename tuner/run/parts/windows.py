@@ -72,8 +72,7 @@ class Windows(Part):
         """The window that rank 0 came upon: a late one may have come in between. Collective."""
         from tuner.run.windows.finder import prepared_window
 
-        position = ranks.on_rank0(lambda: self._position)
-        if position == self._position:
+        if (position := ranks.on_rank0(lambda: self._position)) == self._position:
             return ready
         self._position = position
         directory = prepared_window(ready.spec, position.at_hand)

@@ -47,13 +47,9 @@ class Due:
     def of(table: Timetable, settings: EvalSection, has_held_out: bool, saves_at_end: bool) -> "Due":
         """What is due in a run of this timetable."""
         return Due(
-            table.plan.total_steps,
-            reduce(Cadence.or_of, table.tasks, table.evaluation),
-            (has_held_out or bool(settings.tasks)) and settings.at_end,
-            settings.samples_at == "all",
-            table.saving,
-            table.keeping.at_steps,
-            saves_at_end,
+            table.plan.total_steps, reduce(Cadence.or_of, table.tasks, table.evaluation),
+            (has_held_out or bool(settings.tasks)) and settings.at_end, settings.samples_at == "all", table.saving,
+            table.keeping.at_steps, saves_at_end,
         )
 
     def after(self, step: int) -> dict[Work, int]:
@@ -160,14 +156,8 @@ class ConsoleTask(Task):
     """
 
     def __init__(
-        self,
-        console: Console,
-        records: Records,
-        every: Duration,
-        progress: Progress,
-        time_left: TimeLeft,
-        compiles: bool = False,
-        columns: Sequence[Column] = columns_of({}),
+        self, console: Console, records: Records, every: Duration, progress: Progress, time_left: TimeLeft,
+        compiles: bool = False, columns: Sequence[Column] = columns_of({}),
     ) -> None:
         self._console, self._records = console, records
         self._steps = int(every.count) if every.unit == "steps" else None
@@ -228,10 +218,8 @@ class ConsoleTask(Task):
 
     def finish(self, finished: bool) -> None:
         """Print and write what is left."""
-        self._show()
-        self._records.flush()
+        self.close()
         self._records.sync()
-        self._open.close()
 
     def close(self) -> None:
         """Print and write what is left."""
@@ -302,7 +290,7 @@ class StartupTask(Task):
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """What the first step and the mock batch before it take is their own."""
-        return startup.phase(self._first) if startup.is_begun() else nullcontext()
+        return startup.phase(self._first)
 
     def step_taken(self, taken: TakenStep) -> None:
         """Say it once."""

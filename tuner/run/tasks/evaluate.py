@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tuner.config.recipe import EvalSection
 from tuner.data.prepared import PreparedSample
+from tuner.errors import counted
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
@@ -57,11 +58,7 @@ class EvaluateTask(Task):
     """Evaluates when it is due, where there are held-out rows or tasks; a stop signal cuts it short, and it is owed."""
 
     def __init__(
-        self,
-        context: LaunchContext,
-        section: EvalSection,
-        log: LogTask,
-        samples: Records,
+        self, context: LaunchContext, section: EvalSection, log: LogTask, samples: Records,
         tasks: "TaskScores | None" = None,
     ) -> None:
         self._assembly, self._progress = context.assembly, context.progress
@@ -83,10 +80,7 @@ class EvaluateTask(Task):
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Evaluate where it is due."""
         step, held = self._progress.step, self._assembly.held_out
-        if self._progress.is_last_step and self._settings.at_end:
-            yield from self._evaluate(held, self._every_task())
-            return
-        if Request.EVALUATE in agreed:
+        if Request.EVALUATE in agreed or (self._progress.is_last_step and self._settings.at_end):
             yield from self._evaluate(held, self._every_task())
             return
         is_due = self._assembly.timetable.evaluation.due_at(step)
@@ -133,7 +127,7 @@ class EvaluateTask(Task):
         rows = None if held is None else self._measure(held)
         averaged = {} if held is None else self._measure_averages(held)
         measured = time.monotonic()
-        answers = self._answer_samples(held) if held is not None and self._answers_now() else []
+        answers = [] if held is None else self._answer_samples(held)
         answered = time.monotonic()
         scores: list[TaskScore] = []
         if tasks and self._tasks is not None:
@@ -178,19 +172,16 @@ class EvaluateTask(Task):
 
         return between
 
-    def _answers_now(self) -> bool:
-        """Whether prompts are answered at this evaluation."""
-        return self._settings.samples_at == "all" or self._progress.step == 0 or self._progress.is_last_step
-
     def _answer_samples(self, held: HeldOut) -> list[tuple[PreparedSample, str]]:
-        assembly = self._assembly
-        samples = held.samples[: self._settings.samples]
+        """The answers to prompts, where they are due at this evaluation and there is room for the model. Collective."""
+        assembly, progress, samples = self._assembly, self._progress, held.samples[: self._settings.samples]
         alone = assembly.rank_info.world_size == 1
-        if not samples or not (alone or self._has_room()):
+        is_due = self._settings.samples_at == "all" or progress.step == 0 or progress.is_last_step
+        if not is_due or not samples or not (alone or self._has_room()):
             return []
 
         def words(tokens: int) -> str:
-            return f"sampling {len(samples)} answer{'s' if len(samples) != 1 else ''}, {tokens} tokens"
+            return f"sampling {counted(len(samples), 'answer')}, {tokens} tokens"
 
         with startup.phase("samples"), self._console.doing(words(0)) as doing:
             heed = self._heeding(doing, words)
@@ -211,8 +202,7 @@ class EvaluateTask(Task):
         from tuner.parallel.gathered import whole_bytes
 
         assembly = self._assembly
-        needed = whole_bytes(assembly.train_state.root)
-        if needed == 0:
+        if (needed := whole_bytes(assembly.train_state.root)) == 0:
             return True
         free = room_on(assembly.train_state.step_config.device, assembly.rank_info.local_world_size)
         if not any_rank(needed * ROOM_FOR_SAMPLES > free, gloo_group()):

@@ -12,12 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs, step_name
@@ -84,12 +83,14 @@ class Exporter:
         return self.recipe.export.base if is_merged else None
 
     def start(self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0) -> None:
-        """Exports are due at `every`; begin with one that an earlier launch owed.
+        """Exports are due at `every`; begin with that of the newest checkpoint, where an earlier launch still owed it.
 
         ``prune`` removes older checkpoints: those that were being exported when their turn came wait for the end.
         """
         self.console, self._every, self._prune, self._asked_at = console, every, prune, time.monotonic()
-        self._add_owed(checkpoints)
+        due = [(step, path) for step, path in step_dirs(checkpoints) if step > 0 and self._every.due_at(step)]
+        if due and due[0][0] > newest_export(self.exports, self.options):
+            self._add(due[0][1])
 
     def saved(self, checkpoint: Path, step: int, is_asked: bool = False) -> None:
         """A checkpoint was saved after `step`: export it where that is due, or asked for."""
@@ -105,7 +106,9 @@ class Exporter:
         if result.status != "finished":
             return
         if at_end and self.recipe.export.at_end and result.checkpoint is not None:
-            self._add_missing(result.checkpoint, result.step)
+            is_asked = any(process.held.path == result.checkpoint for process, _ in self._jobs)
+            if not is_asked and not is_export(self.exports / step_name(result.step), result.step, self.options):
+                self._add(result.checkpoint, niceness=0)  # training waits for it
         self._wait()
         self.tell_made()
         self._prune()
@@ -119,8 +122,7 @@ class Exporter:
 
     def _wait(self) -> None:
         """Until no export runs; say so where that takes a while."""
-        left = [(process, future) for process, future in self._jobs if not future.done()]
-        if left:
+        if left := [(process, future) for process, future in self._jobs if not future.done()]:
             names = ", ".join(process.output.name for process, _ in left)
             self.console.say("export", f"training is over, {names} is being exported: {self.log}")
         for _, future in left:
@@ -129,24 +131,11 @@ class Exporter:
     def __enter__(self) -> Exporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process, future in self._jobs:
             future.cancel()
             process.end()
         self._pool.shutdown()
-
-    def _add_owed(self, checkpoints: Path) -> None:
-        """The newest checkpoint of an earlier launch whose export was due and cut short, or never begun."""
-        due = [(step, path) for step, path in step_dirs(checkpoints) if step > 0 and self._every.due_at(step)]
-        if due and due[0][0] > newest_export(self.exports, self.options):
-            self._add(due[0][1])
-
-    def _add_missing(self, checkpoint: Path, step: int) -> None:
-        asked = any(process.held.path == checkpoint for process, _ in self._jobs)
-        if not asked and not is_export(self.exports / step_name(step), step, self.options):
-            self._add(checkpoint, niceness=0)  # training waits for it
 
     def _add(self, checkpoint: Path, niceness: int = NICENESS) -> None:
         """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
@@ -174,10 +163,7 @@ class Exporter:
         self.console.say("exported", f"{process.output} ({gib(figures['bytes'])} in {figures['seconds']:.1f} s)")
 
     def _say_failure(self, future: Future[None]) -> None:
-        try:
-            error = future.exception()
-        except CancelledError:
-            return
+        error = None if future.cancelled() else future.exception()
         if isinstance(error, TunerError) and error.exit_code == ExitCode.INTERRUPTED:
             self.console.warn(f"{error.message}; it is made when the run is resumed")
         elif isinstance(error, TunerError):
@@ -260,10 +246,7 @@ class ExportProcess:
                 if self._ending.is_set():
                     raise self._cut_short()
                 self._process = subprocess.Popen(
-                    self._command(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
+                    self._command(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 )
                 own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -109,8 +109,7 @@ class HealthTask(Task):
                 raise self._failed(VerificationError, f"rank {rank}: {what}")
         self._frozen_sums = before
         several = [copy for copy in wanted if copy.copies > 1]
-        difference = first_difference(several, [found[copy.name] for copy in several], ranks)
-        if difference is not None:
+        if (difference := first_difference(several, [found[copy.name] for copy in several], ranks)) is not None:
             raise self._failed(VerificationError, str(difference))
         return len(several)
 
@@ -172,8 +171,7 @@ class RankTimesTask(Task):
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Gather the times of all processes, write them, and name who is slow."""
-        taken = self._taken
-        if taken is None:
+        if (taken := self._taken) is None:
             return
         yield from self._log.settle()
         with self._log.clock.pause():
@@ -215,9 +213,7 @@ def _line(taken: TakenStep, times: Sequence[RankTime]) -> dict[str, object]:
     """The line of metrics.jsonl."""
     slowest = max(range(len(times)), key=lambda rank: times[rank].per_token)
     return {
-        "kind": "times",
-        "step": taken.step,
-        "tokens": taken.tokens,
+        "kind": "times", "step": taken.step, "tokens": taken.tokens,
         "compute_s": round(median(one.compute_s for one in times), 5),
         "compute_s_max": round(max(one.compute_s for one in times), 5),
         "wait_s_max": round(max(one.data_s for one in times), 5),

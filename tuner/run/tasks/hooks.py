@@ -10,17 +10,17 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.config.recipe import HookSection
-from tuner.data.batches import Batch, StepBatches
+from tuner.data.batches import Batch
 from tuner.errors import PluginError, TunerError
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 from tuner.runtime.process import Collective, gloo_group
@@ -96,11 +96,8 @@ class Report(RunFacts):
     """At batch the forwards of the step on this process; empty elsewhere."""
 
 
-class Hook(Protocol):
-    """Anything that is called with a report."""
-
-    def __call__(self, report: Report) -> Request | None:
-        """Take note of the report, and ask for something; an exception stops the run in order."""
+Hook = Callable[[Report], Request | None]
+"""It takes note of a report, and may ask for something; an exception stops the run in order."""
 
 
 @dataclass(eq=False)
@@ -120,19 +117,12 @@ class Registration:
         return is_rare or self.cadence.due_at(step) or self.cadence.due_after(now - self.called_at)
 
 
-class Hooks(Task):
+class Hooks(Task, StepPart):
     """The trackers and hooks of a launch, on ranks other than 0 those that each calls."""
 
-    def __init__(
-        self,
-        registrations: Sequence[Registration],
-        facts: RunFacts,
-        progress: Progress,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, registrations: Sequence[Registration], facts: RunFacts, progress: Progress) -> None:
         self._progress = progress
         self._active = [(item, replace(facts, recipe=copy.deepcopy(facts.recipe))) for item in registrations]
-        self._clock = clock
         self._asked, self._epoch, self._begun = Request.NONE, 0, False
         self.error: TunerError | None = None
         """What the first hook that failed raised: the run is to save, stop, and raise it."""
@@ -155,15 +145,16 @@ class Hooks(Task):
         asked, self._asked = self._asked, Request.NONE
         return asked if self.error is None else asked | Request.STOP
 
-    def of_batches(self) -> list[StepPart]:
-        """What has the hooks that want them see the batches of a step, before its first forward."""
-        return [_Batches(self)] if any("batch" in item.stages for item, _ in self._active) else []
+    @property
+    def wants_batches(self) -> bool:
+        """Whether a hook is to see the batches of steps: this is a part of them then."""
+        return any("batch" in item.stages for item, _ in self._active)
 
-    def batches(self, batches: StepBatches) -> None:
-        """A step begins that has these; before the launch has begun it is none of the run's."""
+    def before_forward(self, step: StepForwards) -> None:
+        """Show the batches of a step; before the launch has begun it is none of the run's."""
         if self._begun:
             event = Event("batch", self._progress.step + 1, self._progress.tokens)
-            self.notify(event, tuple(map(Forward.of, batches.micro)))
+            self.notify(event, tuple(map(Forward.of, step.batches.micro)))
 
     def exported(self, path: Path) -> None:
         """An export is done."""
@@ -171,7 +162,7 @@ class Hooks(Task):
 
     def notify(self, event: Event, batch: tuple[Forward, ...] = ()) -> None:
         """Call every hook that wants this stage. It never raises: a hook that fails is dropped and kept in `error`."""
-        now = self._clock()
+        now = time.monotonic()
         for entry in list(self._active):
             registration, facts = entry
             if not registration.wants(event.stage, event.step, now):
@@ -219,20 +210,9 @@ def _requests(returned: object, report: Report, at: str) -> Request:
         raise PluginError(f"{at}: it returned {returned!r}; what it may return is None, {', '.join(ASKS)}, or a list")
     section = report.recipe.get("export", {})
     if "export" in wanted and section.get("every") in {None, "never"} and not section.get("at_end"):
-        raise PluginError(
-            f"{at}: it asked for an export, and the recipe has none",
-            hint=f"tuner resume {report.run_dir} --export.at_end true",
-        )
+        said = f"{at}: it asked for an export, and the recipe has none"
+        raise PluginError(said, hint=f"tuner resume {report.run_dir} --export.at_end true")
     return reduce(or_, (ASKS[one] for one in wanted), Request.NONE)
-
-
-class _Batches(StepPart):
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    def before_forward(self, step: StepForwards) -> None:
-        """Show them."""
-        self._hooks.batches(step.batches)
 
 
 def check_hooks(sections: Sequence[HookSection]) -> None:
@@ -250,14 +230,12 @@ def user_hook(section: HookSection, cadence: Cadence) -> Registration:
     _check(plugin, section)
     file, name = source_file(plugin), section.use.rpartition("/")[2]
     options = copy.deepcopy(section.options)
-    call: Callable[[Report], object]
+    call: Callable[[Report], object] = partial(plugin, **options)
     if isinstance(plugin, type):
         try:
             call = plugin(**options)
         except (Exception, SystemExit) as error:
             raise failure(f"hook {name} could not be built", error, file) from error
-    else:
-        call = lambda report: plugin(report, **options)  # noqa: E731 - the function's options, bound
     return Registration(UserHook(name, call, file), frozenset(section.stages), cadence)
 
 

@@ -43,8 +43,7 @@ class InternalsTask(Task):
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Observe a forward, add up what the processes have, write it, and name what diverges."""
-        taken = self._taken
-        if taken is None:
+        if (taken := self._taken) is None:
             return
         phase.enter(f"internals of step {taken.step}")
         yield from self._log.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.numbers import Duration
-from tuner.config.recipe import TIMES, HealthSection, ProberSection
+from tuner.config.recipe import HealthSection
 from tuner.run.parts.part import LaunchContext, TaskNeeds
 from tuner.run.state import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.tasks.console import ConsoleTask, Due, StartupTask, TimeLeft, columns_of
@@ -24,10 +24,9 @@ from tuner.rundir.layout import METRICS, SAMPLES, STOP, rank_metrics
 from tuner.rundir.records import Records
 from tuner.runtime.memory import FreedMemory
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import Assembly
 from tuner.setup.resolve import method_section
 from tuner.setup.specs import TaskSections, task_sections
-from tuner.train.plan import cadence, steps_of
+from tuner.train.plan import cadence
 from tuner.train.tasks import Request, Task, Tasks
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         run.path, context.run_id, progress.plan.total_steps, meta["recipe"], from_step, assembly.rank_info.rank
     )
     hooks = Hooks(_registrations(context, sections), facts, progress)
-    assembly.train_state.parts += tuple(hooks.of_batches())
+    assembly.train_state.parts += (hooks,) if hooks.wants_batches else ()
     free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
     columns = tuple(step_columns(sections)) if main or own else ()  # who has the lines of earlier launches
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device, columns)
@@ -87,9 +86,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     tasks: list[Task] = [
         *([StartupTask(run, context.record, console, resolved.compiles)] if main else []),
         hooks,
-        *_exports(context, exporter, saver, hooks),
-        RecordTask(assembly, sections.profile, run.path, console),
-        *_prober(context, sections.prober),
+        *_around_steps(context, sections, exporter, saver, hooks),
         saver,
         log,
         *([MemoryTask(FreedMemory(free_bytes))] if resolved.facts.kind == "cpu" else []),
@@ -118,9 +115,7 @@ def _registrations(context: LaunchContext, sections: TaskSections) -> list[Regis
     """Trackers first, then the user's hooks in their order; on ranks other than 0 those that each calls. Collective."""
     assembly, console = context.assembly, context.console
     tokens = assembly.prepared.train.tokens_per_row
-    built: list[Registration] = []
-
-    main = assembly.rank_info.is_main
+    built, main = list[Registration](), assembly.rank_info.is_main
 
     def build() -> None:
         if sections.logging.trackers and main:
@@ -135,13 +130,20 @@ def _registrations(context: LaunchContext, sections: TaskSections) -> list[Regis
     return built
 
 
-def _prober(context: LaunchContext, section: ProberSection) -> list[Task]:
-    """The task that looks into modules, where the recipe asks for it. Raises RecipeError, on every rank alike."""
-    if not section.steps:
-        return []
-    from tuner.run.tasks.prober import ProberTask
+def _around_steps(
+    context: LaunchContext, sections: TaskSections, exporter: Exporter | None, saver: Saver, hooks: Hooks
+) -> Iterator[Task]:
+    """Exports during the run, the record of steps, what looks into modules: each but the second is imported only where
+    the recipe asks for it. Raises RecipeError, on every rank alike."""
+    if exporter is not None:
+        from tuner.run.tasks.export import ExportTask
 
-    return [ProberTask(context.assembly, section, context.run.path, context.console)]
+        yield ExportTask(exporter, context, saver.prune, hooks.exported)
+    yield RecordTask(context.assembly, sections.profile, context.run.path, context.console)
+    if sections.prober.steps:
+        from tuner.run.tasks.prober import ProberTask
+
+        yield ProberTask(context.assembly, sections.prober, context.run.path, context.console)
 
 
 def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> list[Task]:
@@ -158,15 +160,6 @@ def _task_scores(context: LaunchContext, sections: TaskSections) -> TaskScores |
     return TaskScores(context, sections.eval.tasks, sections.checkpoint.keep_best)
 
 
-def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver, hooks: Hooks) -> list[Task]:
-    """The task that exports during the run, where the recipe asks for it: training knows no export otherwise."""
-    if exporter is None:
-        return []
-    from tuner.run.tasks.export import ExportTask
-
-    return [ExportTask(exporter, context, saver.prune, hooks.exported)]
-
-
 def _health(context: LaunchContext, section: HealthSection, log: LogTask) -> HealthTask | None:
     """The task that checks devices and copies, where the recipe asks for it."""
     if section.every is None and not section.before_saves:
@@ -176,18 +169,16 @@ def _health(context: LaunchContext, section: HealthSection, log: LogTask) -> Hea
     return HealthTask(context, section, log)
 
 
-def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> list[Task]:
+def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> Iterator[Task]:
     """The tasks that measure ranks and layers in the steps of a cadence, where the recipe asks for it."""
-    found = list[Task]()
     if sections.health.times_every is not None:
         from tuner.run.tasks.health import RankTimesTask
 
-        found.append(RankTimesTask(context, sections.health, log))
+        yield RankTimesTask(context, sections.health, log)
     if sections.logging.internals is not None:
         from tuner.run.tasks.internals import InternalsTask
 
-        found.append(InternalsTask(context, sections.logging.internals, log))
-    return found
+        yield InternalsTask(context, sections.logging.internals, log)
 
 
 class StopTask(Task):
@@ -198,7 +189,8 @@ class StopTask(Task):
         self._progress, self._signals = context.progress, context.signals
         self._file = context.run.path / STOP
         self._shared = None if stop_file is None else Path(stop_file)
-        self._steps, self._seconds = _limits(context.assembly, stop_after)
+        tokens = context.assembly.prepared.train.tokens_per_row
+        self._limit = cadence(None if stop_after is None else (stop_after,), context.assembly.timetable.plan, tokens)
         self._first_step, self._started = self._progress.step, time.monotonic()
 
     def start(self) -> None:
@@ -214,9 +206,7 @@ class StopTask(Task):
     def _is_due(self) -> bool:
         """Whether the launch has had all that `train.stop_after` allows it."""
         steps, seconds = self._progress.step - self._first_step, time.monotonic() - self._started
-        return (self._steps is not None and steps >= self._steps) or (
-            self._seconds is not None and seconds >= self._seconds
-        )
+        return (steps > 0 and self._limit.due_at(steps)) or self._limit.due_after(seconds)
 
     @property
     def _is_shared(self) -> bool:
@@ -234,12 +224,3 @@ class StopTask(Task):
             # The request was agreed on by all: it may be a tracker's, a hook's, or a signal that only another rank got.
             other = "stop_after" if self._is_due else "asked by a hook, a tracker or another process"
         return self._signals.signal_name or (STOP if asked else other)
-
-
-def _limits(assembly: Assembly, limit: Duration | None) -> tuple[int | None, float | None]:
-    """`train.stop_after` as steps of this launch, or as seconds; None for what does not limit it."""
-    if limit is None:
-        return None, None
-    if limit.unit in TIMES:
-        return None, limit.seconds
-    return steps_of(limit, assembly.timetable.plan, assembly.prepared.train.tokens_per_row), None

@@ -170,13 +170,8 @@ class MemoryTask(Task):
 def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:
     """The part of a line that the recipe determines."""
     facts = {
-        "kind": "train",
-        "step": taken.step,
-        "epoch": round(taken.epoch, 6),
-        "tokens": taken.tokens,
-        "loss": finite(result.loss),
-        "lr": taken.lr,
-        "grad_norm": finite(result.grad_norm),
+        "kind": "train", "step": taken.step, "epoch": round(taken.epoch, 6), "tokens": taken.tokens,
+        "loss": finite(result.loss), "lr": taken.lr, "grad_norm": finite(result.grad_norm),
         **{name: finite(value) for name, value in result.figures.items()},
     }
     if not result.skipped:

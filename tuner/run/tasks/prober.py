@@ -65,8 +65,7 @@ class ProberTask(Task):
             self._console.warn(f"prober: {path} could not be written: {error.strerror or error}; training continues")
             return
         self._console.say("prober", f"step {number}: {counted(len(recording.tensors), 'tensor')} in {directory}")
-        unseen = [name for name in self._modules if name not in recording.seen]
-        if unseen:
+        if unseen := [name for name in self._modules if name not in recording.seen]:
             more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
             self._console.warn(
                 f"prober: nothing went through {', '.join(unseen[:3])}{more}: a kernel computes them without calling "
@@ -121,8 +120,7 @@ class Recording:
         """Those of the modules' own parameters, whole on the first process. Collective where they are sharded."""
         for name, module in self._modules.items():
             for own, parameter in module.named_parameters(recurse=False):
-                gradient = parameter.grad
-                if gradient is None:
+                if (gradient := parameter.grad) is None:
                     continue
                 found = whole(gradient)
                 if self._is_main:

@@ -49,13 +49,8 @@ class Saver(Task):
     """
 
     def __init__(
-        self,
-        assembly: Assembly,
-        section: CheckpointSection,
-        checkpoints: CheckpointDir,
-        meta: Callable[[int], Mapping[str, Any]],
-        records: Sequence[Records],
-        timeout_s: float,
+        self, assembly: Assembly, section: CheckpointSection, checkpoints: CheckpointDir,
+        meta: Callable[[int], Mapping[str, Any]], records: Sequence[Records], timeout_s: float,
         verify: Callable[[], None] = lambda: None,
     ) -> None:
         self.section, self.checkpoints, self.verify = section, checkpoints, verify
@@ -179,12 +174,7 @@ class SaveTask(Task):
     """
 
     def __init__(
-        self,
-        context: LaunchContext,
-        saver: Saver,
-        log: LogTask,
-        samples: Records,
-        time_left: TimeLeft,
+        self, context: LaunchContext, saver: Saver, log: LogTask, samples: Records, time_left: TimeLeft,
         resumed_from: Path | None,
     ) -> None:
         self._context, self._assembly, self._progress = context, context.assembly, context.progress
@@ -281,9 +271,7 @@ class SaveTask(Task):
         is_end = progress.is_at_end or progress.is_last_step  # of the run, or of a portion
         is_probed = is_end or self._is_kept() or table.exporting.due_at(progress.step)
         return Snapshot(
-            progress.step,
-            progress.tokens,
-            run_state(self._context, finished) | {"guard": state.guard.as_state()},
+            progress.step, progress.tokens, run_state(self._context, finished) | {"guard": state.guard.as_state()},
             record_probes(state.root, assembly.probes, state.step_config.device) if is_probed else None,
             (*self._protected, *map(self._path_of, kept)),
         )

@@ -62,8 +62,7 @@ class VersionsTask(Task):
         yield from self._log.settle()
         say = partial(self._context.console.say, versions.label)
         with self._log.clock.pause() as pause:
-            others = self._ranks.on_rank0(partial(versions.others, due, progress.step, say))
-            if others:
+            if others := self._ranks.on_rank0(partial(versions.others, due, progress.step, say)):
                 versions.take(others, assembly, progress.step)
             versions.looked_after(due, progress.step)
             self._ranks.on_rank0(partial(versions.write, self._context.run.path))  # before the first step with them

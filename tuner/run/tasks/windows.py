@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 
 from tuner.config.load import recipe_dict
 from tuner.errors import TunerError, counted
@@ -31,11 +33,7 @@ class WindowTask(Task):
     """
 
     def __init__(
-        self,
-        context: LaunchContext,
-        windows: OpenedWindows,
-        log: LogTask,
-        request: Callable[[], Request],
+        self, context: LaunchContext, windows: OpenedWindows, log: LogTask, request: Callable[[], Request],
         time_left: TimeLeft,
     ) -> None:
         self._context, self._windows = context, windows
@@ -88,10 +86,9 @@ class WindowTask(Task):
 
     def _may_follow(self) -> bool:
         """Whether a window may follow: one that cannot be prepared does, and is the next launch's to refuse."""
-        try:
+        with suppress(TunerError):
             return self._look(overdue=False).found.kind != "ended"
-        except TunerError:
-            return True
+        return True
 
     def _look_ahead(self) -> None:
         self._looked_at = time.monotonic()
@@ -117,8 +114,7 @@ class WindowTask(Task):
                 self._say_opened(opened, waited)
             case "ended":
                 progress.more_to_come = False
-                limit = PortionPlans(self._context.assembly.resolved).limit
-                if limit is not None:
+                if (limit := PortionPlans(self._context.assembly.resolved).limit) is not None:
                     self._console.warn(f"the windows end after step {progress.step:,} of {limit:,} (train.duration)")
             case _:
                 progress.awaiting = look.found.words
@@ -167,9 +163,5 @@ def _finder(context: LaunchContext, windows: OpenedWindows) -> Finder:
 
 def _left_out_before(decided: Sequence[WindowEntry]) -> str:
     """The windows just before that were left out, in words."""
-    names: list[str] = []
-    for entry in reversed(decided):
-        if not entry.left_out:
-            break
-        names.insert(0, f"{entry.name} ({entry.left_out})")
-    return ", ".join(names)
+    newest_first = takewhile(lambda entry: entry.left_out, reversed(decided))
+    return ", ".join(reversed([f"{entry.name} ({entry.left_out})" for entry in newest_first]))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -91,7 +92,6 @@ class PreparedBeside:
     """As plain values."""
     log: Path
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def start(self, window: Portion) -> None:
         """Start the process. Raises MachineError."""
@@ -99,11 +99,9 @@ class PreparedBeside:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
-                self._process = self.start_process(
+                self._process = subprocess.Popen(
                     [sys.executable, "-m", "tuner.run.windows.worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                     start_new_session=True,  # Ctrl-C at the terminal is training's to heed
                 )
@@ -125,9 +123,8 @@ class PreparedBeside:
         try:
             answer = json.loads(said)
         except ValueError:
-            raise MachineError(
-                f"preparing a window ended with code {process.returncode} and said nothing", hint=f"its log: {self.log}"
-            ) from None
+            message = f"preparing a window ended with code {process.returncode} and said nothing"
+            raise MachineError(message, hint=f"its log: {self.log}") from None
         return _read(answer)
 
     def end(self) -> None:
@@ -200,15 +197,6 @@ def waited(
         time.sleep(POLL_S)
 
 
-@dataclass
-class _Unusable:
-    """A window that has no rows, or that cannot be prepared, as long as its files stay as they are."""
-
-    window: Portion
-    stamps: Stamps
-    error: TunerError | None = None
-
-
 class Finder:
     """Looks for the window after those in ``entries``; ``known`` ones come first, as they were.
 
@@ -217,13 +205,8 @@ class Finder:
     """
 
     def __init__(
-        self,
-        spec: PrepareSpec,
-        preparation: Preparation,
-        entries: Sequence[WindowEntry],
-        known: Sequence[WindowEntry] = (),
-        note: Callable[[Sequence[WindowEntry]], None] = lambda entries: None,
-        *,
+        self, spec: PrepareSpec, preparation: Preparation, entries: Sequence[WindowEntry],
+        known: Sequence[WindowEntry] = (), note: Callable[[Sequence[WindowEntry]], None] = lambda entries: None, *,
         passes: int | None = 1,
     ) -> None:
         self.entries, self.known = list(entries), list(known)
@@ -232,7 +215,8 @@ class Finder:
         self._preparation, self._note, self._passes = preparation, note, passes
         self._under_way: Portion | None = None
         self._stamps: Stamps = ()
-        self._unusable: _Unusable | None = None
+        self._unusable: dict[tuple[Portion, Stamps], TunerError | None] = {}
+        """Windows that have no rows, or that cannot be prepared, as long as their files stay as they are."""
         self._ready: WindowEntry | None = None
 
     def look(self, overdue: bool = False) -> Found:
@@ -243,14 +227,12 @@ class Finder:
         while self._ready is None:
             if self._under_way is None:
                 decided = len(self.entries)
-                found = self._begin(overdue)
-                if found is not None:
+                if (found := self._begin(overdue)) is not None:
                     return found
                 overdue = overdue and len(self.entries) == decided  # the next one is waited for as long
                 continue
             window = self._under_way
-            outcome = self._outcome(window)
-            if outcome is None:
+            if (outcome := self._outcome(window)) is None:
                 return Found("preparing", f"window {window.name} is being prepared")
             self._under_way = None
             if outcome.key:
@@ -258,7 +240,7 @@ class Finder:
             elif self._windows.empty == "skip":
                 self._leave_out(window, "empty")
             else:
-                self._unusable = _Unusable(window, self._stamps)
+                self._unusable[window, self._stamps] = None
         return Found("ready", entry=self._ready)
 
     def seen(self, overdue: bool) -> WindowLook:
@@ -281,21 +263,17 @@ class Finder:
         """Begin with the next window; what is to be said where there is none to begin with."""
         while self.known and self.known[0].left_out:
             self.entries.append(self.known.pop(0))
-        window = self._next()
-        if window is None:
+        if (window := self._next()) is None:
             return Found("ended")
         if isinstance(window, Late):
             return self._late(Portion(window.name, ()), window.missing, overdue)
         self._stamps = _stamps(window)
-        unusable = self._unusable
-        if unusable is not None and (unusable.window, unusable.stamps) == (window, self._stamps):
-            if unusable.error is not None:
-                raise unusable.error
+        if (window, self._stamps) in self._unusable:
+            if (error := self._unusable[window, self._stamps]) is not None:
+                raise error
             if self._windows.empty == "refuse":
-                raise DataError(
-                    f"window {window.name}: {', '.join(window.files[:3])}: no rows",
-                    hint="put its rows there, or write data.windows.empty: skip or wait",
-                )
+                said = f"window {window.name}: {', '.join(window.files[:3])}: no rows"
+                raise DataError(said, hint="put its rows there, or write data.windows.empty: skip or wait")
             return self._late(window, "no rows", overdue)
         if self.known and valid(cache_path(self._spec.cache_dir, "prepared", self.known[0].key), "prepared"):
             self._ready = self.known[0]  # whatever became of its files: it is trained as it was
@@ -313,8 +291,7 @@ class Finder:
 
     def _was_all_left_out(self) -> bool:
         """Whether a window was left out twice since the last one that was opened."""
-        since = next((n for n, entry in enumerate(reversed(self.entries)) if not entry.left_out), len(self.entries))
-        left_out = [entry.name for entry in self.entries[len(self.entries) - since :]]
+        left_out = [entry.name for entry in takewhile(lambda entry: entry.left_out, reversed(self.entries))]
         return len(set(left_out)) < len(left_out)
 
     def _late(self, window: Portion, missing: str, overdue: bool) -> Found | None:
@@ -336,7 +313,7 @@ class Finder:
             self._under_way = None
             error.message = f"window {window.name}: {error.message}"
             error.args = (error.message,)
-            self._unusable = _Unusable(window, self._stamps, error)
+            self._unusable[window, self._stamps] = error
             raise
 
     def _entry(self, window: Portion, outcome: PreparedWindow) -> WindowEntry:
@@ -344,10 +321,8 @@ class Finder:
             return WindowEntry(window.name, window.files, key=outcome.key, rows=outcome.rows)
         entry = self.known[0]
         if entry.key != outcome.key:
-            raise DataError(
-                f"window {window.name}: its files changed since it was opened ({entry.key} -> {outcome.key})",
-                hint="restore them, or start another run: --name NEW-NAME",
-            )
+            said = f"window {window.name}: its files changed since it was opened ({entry.key} -> {outcome.key})"
+            raise DataError(said, hint="restore them, or start another run: --name NEW-NAME")
         return entry
 
 
@@ -357,23 +332,19 @@ def _stamps(window: Portion) -> Stamps:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
+    with suppress(OSError):
         status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-class WindowIsLateError(DataError):
-    """The window that a launch is to begin with is not there, and was waited for long enough."""
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return None
 
 
 def begin_windows(before: Before) -> WindowPosition | RunResult:
-    """The window at which a launch begins, prepared, or the result of one that waited for it in vain.
+    """The window at which a launch that resumes from a run's checkpoint begins, prepared; it is waited for.
 
-    Raises RecipeError for options that windows do not have, and what `first_position` raises.
+    Where it does not come, the result of a launch that has a checkpoint, else DataError; that also where it cannot be
+    prepared or none is left to train on. Raises RecipeError for options that windows do not have.
     """
-    status, options = before.status, before.options
+    spec, status, options, recipe = before.spec, before.status, before.options, before.loaded.recipe
     if options.prepared is not None:
         raise RecipeError("--prepared is one directory, and data.windows has many", hint="leave it out")
     if "data" in options.reset:
@@ -381,36 +352,25 @@ def begin_windows(before: Before) -> WindowPosition | RunResult:
             "--reset data: the windows of a run are its data, in their order",
             hint=f"train on from its weights: --name NEW-NAME --model.name_or_path {status.run.path}",
         )
-    try:
-        return first_position(before)
-    except WindowIsLateError as error:
-        saved = status.checkpoint
-        if status.record is None or saved is None or options.dry_run:
-            raise
-        before.console.say("waiting", f"{error.message}; {error.hint}")
-        return run_result(status.run, "stopped", saved, saved.step, saved.state)
-
-
-def first_position(before: Before) -> WindowPosition:
-    """The window at which a launch that resumes from a run's checkpoint begins, prepared; it is waited for.
-
-    Raises WindowIsLateError where it does not come, DataError where it cannot be prepared or none is left to train on.
-    """
-    spec, status, recipe = before.spec, before.status, before.loaded.recipe
-    entries, step = _noted(status), 0 if status.checkpoint is None else status.checkpoint.step
+    saved, entries = status.checkpoint, _noted(status)
+    step = 0 if saved is None else saved.step
     done = _done(entries, step)
-    preparation = PreparedHere(spec, before.console, only_found=before.options.no_prepare)
+    preparation = PreparedHere(spec, before.console, only_found=options.no_prepare)
     passes = recipe.data.windows.passes_in(recipe.train.duration)
     finder = Finder(spec, preparation, entries[:done], entries[done:], passes=passes)
     wait = spec.data.windows.wait
-    patience_s = 0.0 if wait is None or before.options.dry_run else wait.seconds
+    patience_s = 0.0 if wait is None or options.dry_run else wait.seconds
     with before.console.doing("looking for the next window") as doing:
-        late = waited(finder.seen, patience_s, doing, lambda: False).found
-    if late.kind == "stop":
-        raise WindowIsLateError(late.words, hint="run the same command again when it is")
-    if late.kind == "ended":
+        found = waited(finder.seen, patience_s, doing, lambda: False).found
+    if found.kind == "stop":
+        way = "run the same command again when it is"
+        if status.record is None or saved is None or options.dry_run:
+            raise DataError(found.words, hint=way)
+        before.console.say("waiting", f"{found.words}; {way}")
+        return run_result(status.run, "stopped", saved, saved.step, saved.state)
+    if found.kind == "ended":
         return _ended(finder.entries)
-    number, entry = len(finder.entries), late.entry
+    number, entry = len(finder.entries), found.entry
     if not finder.known:
         entry = replace(entry, first_step=step)
     return WindowPosition(finder.opened(entry), number)
@@ -429,8 +389,7 @@ def _done(entries: Sequence[WindowEntry], step: int) -> int:
 
 
 def _ended(entries: Sequence[WindowEntry]) -> WindowPosition:
-    trained = [number for number, entry in enumerate(entries) if not entry.left_out]
-    if not trained:
+    if not (trained := [number for number, entry in enumerate(entries) if not entry.left_out]):
         why = ", ".join(f"{entry.name} ({entry.left_out})" for entry in entries[:3])
         raise DataError(f"no window has rows to train on: {why}", hint="see data.windows in the recipe")
     return WindowPosition(tuple(entries), trained[-1], ended=True)

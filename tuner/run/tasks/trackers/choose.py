@@ -60,13 +60,10 @@ class TrackedRun:
 class Tracker(Protocol):
     """An open connection to one tracker's run. Any exception that a method raises means that nothing was taken."""
 
-    @property
-    def id(self) -> str:
-        """What a later launch needs to resume the same run."""
-
-    @property
-    def place(self) -> str:
-        """Where the run can be looked at, for people."""
+    id: str
+    """What a later launch needs to resume the same run."""
+    place: str
+    """Where the run can be looked at, for people."""
 
     def held(self) -> Mapping[str, int] | None:
         """The newest step of each kind of line that the tracker itself holds; None where it cannot say."""
@@ -141,12 +138,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that every tracker's library is installed, and its key at hand. Raises MachineError. No network is used."""
     for name in names:
         known = TRACKERS[name]
-        missing = [module for module in known.modules if not _installed(module)]
-        if missing:
-            raise MachineError(
-                f"logging.trackers: {name} needs the library {', '.join(missing)}",
-                hint=f"install it: pip install {known.packages}",
-            )
+        if missing := [module for module in known.modules if not _installed(module)]:
+            said = f"logging.trackers: {name} needs the library {', '.join(missing)}"
+            raise MachineError(said, hint=f"install it: pip install {known.packages}")
         known.check()
 
 
@@ -186,8 +180,7 @@ class TrackerHook:
         if TRACKERS[self.name].takes_back:
             sent = {kind: min(step, run.first_new_step - 1) for kind, step in sent.items()}
         tracker = TRACKERS[self.name].open(run, known_id)
-        held = tracker.held()
-        if held is not None:
+        if (held := tracker.held()) is not None:
             newest = max(held.values(), default=-1)
             sent = {kind: min(step, newest) for kind, step in sent.items()} | dict(held)
         self.say("tracker", f"{self.name}: {tracker.place}")
@@ -254,16 +247,10 @@ class Outbox:
         look: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """``look`` is called after each delivery, in the same thread; it may fail as one."""
-        self._name = name
-        self._tracker = tracker
-        self._memory = memory
-        self._sent = dict(sent)
-        self._warn = warn
+        self._name, self._tracker, self._memory, self._sent = name, tracker, memory, dict(sent)
+        self._warn, self._look, self._failures = warn, look, 0
         self._waiting: list[TrackedPoint] = []
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._look = look
-        self._failures = 0
+        self._lock, self._closing = threading.Lock(), threading.Event()
         memory.write(tracker.id, sent)
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()

@@ -60,8 +60,7 @@ class Mlflow:
         self._client.set_terminated(self.id, STATUS[status])
 
     def _create(self, run: TrackedRun) -> str:
-        found = self._client.get_experiment_by_name(run.logging.project)
-        if found is not None:
+        if (found := self._client.get_experiment_by_name(run.logging.project)) is not None:
             experiment = found.experiment_id
         else:
             local = None if "MLFLOW_TRACKING_URI" in os.environ else (run.facts.run_dir.parent / "mlartifacts").as_uri()

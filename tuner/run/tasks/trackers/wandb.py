@@ -19,14 +19,8 @@ class Wandb:
         self.id = known_id or run.facts.run_id
         settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=FLUSH_S)
         opened = wandb.init(
-            project=run.logging.project,
-            id=self.id,
-            name=run.name,
-            group=run.logging.group,
-            tags=list(run.logging.tags),
-            config=dict(run.facts.recipe),
-            dir=str(run.facts.run_dir),
-            resume="allow",
+            project=run.logging.project, id=self.id, name=run.name, group=run.logging.group,
+            tags=list(run.logging.tags), config=dict(run.facts.recipe), dir=str(run.facts.run_dir), resume="allow",
             settings=settings,
         )
         # wandb's own step counter takes one row a step; a step may have a training line and, later, an evaluation.
@@ -59,6 +53,5 @@ def require_login() -> None:
     """Check without a network that a key is at hand, where one is needed. Raises MachineError; never asks for one."""
     mode = wandb.setup().settings.mode
     if mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
-        raise MachineError(
-            "wandb: no API key in the environment", hint="set WANDB_API_KEY, or WANDB_MODE=offline to sync later"
-        )
+        said = "wandb: no API key in the environment"
+        raise MachineError(said, hint="set WANDB_API_KEY, or WANDB_MODE=offline to sync later")
