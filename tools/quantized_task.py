@@ -32,7 +32,6 @@ import torch
 from tools.measures import memory
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.quantize.layers import QuantizeSpec
-from tuner.model.quantize.layers import ReadingQuantizer
 
 most, done = 0, False
 def watch():
@@ -43,7 +42,7 @@ def watch():
 before = memory("RssAnon")
 thread = threading.Thread(target=watch)
 thread.start()
-spec = None if sys.argv[2] == "none" else ReadingQuantizer(QuantizeSpec(sys.argv[2], native=True))
+spec = None if sys.argv[2] == "none" else QuantizeSpec(sys.argv[2], native=True)
 model = build_model(ModelSpec(sys.argv[1], quantize=spec), torch.bfloat16, 1)
 done = True
 thread.join()

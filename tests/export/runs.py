@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from tests.fixtures.hashes import frozen_hash
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.open import open_checkpoint
@@ -21,10 +22,9 @@ from tuner.export import weights
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, has_score
-from tuner.model.freeze import frozen_hash
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.quantize.codes import Kind
-from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer
+from tuner.model.quantize.layers import QuantizeSpec
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.runtime.files import file_entries
@@ -84,8 +84,7 @@ def write_run(  # noqa: PLR0913 - what a run can be
     """A run directory with one checkpoint at step 7, saved by the product's own writer; `best` is noted in it."""
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
     spec = None if quantize is None else QuantizeSpec(quantize, () if lora is None else lora.modules_to_save)
-    quantizer = None if spec is None else ReadingQuantizer(spec)
-    model = build_model(ModelSpec(str(base), head=head, quantize=quantizer), dtype, seed=0)
+    model = build_model(ModelSpec(str(base), head=head, quantize=spec), dtype, seed=0)
     TrainableSpec(lora, left_alone).apply(model, seed=0)
     train_a_little(model, amount)
     section = {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}

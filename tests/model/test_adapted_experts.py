@@ -221,11 +221,10 @@ def test_experts_that_are_not_called_are_refused() -> None:
 
 
 def test_a_base_of_codes_keeps_its_experts_whole_under_their_adapters(tmp_path: Path) -> None:
-    from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer, left_whole
+    from tuner.model.quantize.layers import QuantizeSpec, left_whole
 
     built("qwen3-moe").save_pretrained(tmp_path)
-    quantizer = ReadingQuantizer(QuantizeSpec("nf4", ()))
-    model = build_model(ModelSpec(str(tmp_path), quantize=quantizer), torch.float32, seed=0)
+    model = build_model(ModelSpec(str(tmp_path), quantize=QuantizeSpec("nf4")), torch.float32, seed=0)
     add_lora(model, SPEC, seed=0)
     spread(model)
     model(input_ids=torch.arange(3, 20)[None]).logits.sum().backward()

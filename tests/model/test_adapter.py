@@ -13,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import Glm4MoeConfig, PreTrainedModel
 
+from tests.fixtures.hashes import frozen_hash
 from tests.fixtures.packed import drawn_root, packed_inputs, random_ids
 from tests.fixtures.tensors import Operations
 from tests.model.tiny import family_config, family_model, tiny_config
@@ -31,7 +32,7 @@ from tuner.model.adapter import (
     tied_layers,
 )
 from tuner.model.build import meta_model
-from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.freeze import freeze
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM, trained_parameters
 
@@ -48,9 +49,7 @@ def adapted(directory: Path, kind: str, spec: LoraSpec = SPEC, dtype: torch.dtyp
 def test_exactly_the_adapter_is_trained(kind: str, tmp_path: Path) -> None:
     names = [
         f"model.layers.{layer}.self_attn.{module}.lora_{part}.default.weight"
-        for layer in range(2)
-        for module in ("q_proj", "v_proj")
-        for part in "AB"
+        for layer in range(2) for module in ("q_proj", "v_proj") for part in "AB"
     ]
     assert sorted(trained_parameters(adapted(tmp_path, kind))) == sorted(names)
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DbrxConfig, GPTNeoXConfig, JetMoeConfig, MambaConfig, MixtralConfig
 
 from tests.fixtures.packed import drawn_root, gradient, packed_inputs, relative
-from tests.model.tiny import SHAPE, VOCAB, tiny_config
+from tests.model.tiny import SHAPE, VOCAB, taken, tiny_config
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, adapter_off, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks, handing_on_counts
@@ -162,7 +162,7 @@ def test_layers_with_kernels_of_this_processor_are_compiled(tmp_path: Path) -> N
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GPTNeoXConfig(vocab_size=VOCAB, **shape, max_position_embeddings=128, hidden_dropout=0.0)
     plain, root = (drawn_root(config, tmp_path).train() for _ in range(2))
-    assert apply_native_rotation(root.model) == 2
+    assert taken(apply_native_rotation, root.model) == 2
     check(plain, root, Padding(TOKENS, LONGEST))
 
 
@@ -170,7 +170,7 @@ def test_layers_with_kernels_of_this_processor_are_compiled(tmp_path: Path) -> N
 @pytest.mark.usefixtures("traced_alone")
 def test_what_is_left_to_the_interpreter_goes_on_among_kernels_of_this_processor(tmp_path: Path) -> None:
     plain, root = (root_for("llama", tmp_path, attention_dropout=1e-9) for _ in range(2))
-    assert apply_native_rotation(root.model) == 2
+    assert taken(apply_native_rotation, root.model) == 2
     check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
 
 

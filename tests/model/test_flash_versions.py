@@ -65,7 +65,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
         monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
         monkeypatch.setattr(module, "_is_there", lambda module: True)
         module._tried.cache_clear()
-        monkeypatch.setattr(module, "_ours", [])
+        monkeypatch.setattr(module, "_ours", [None])
         CALLS.clear()
         with triton_stand_in():
             yield found

@@ -16,12 +16,17 @@ from tests.fixtures.tensors import Operations
 from tests.model.tiny import family_model
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.errors import RecipeError
-from tuner.model.float8 import LARGEST, Float8Layers, apply_float8, product, rounded
+from tuner.model.float8 import LARGEST, Float8Layers, Rounded, apply_float8, product, rounded
 from tuner.runtime.dist import RankInfo
 from tuner.train.step import StepResult, optimizer_step
 
 TRAINED = [1, 20, 3, 15]
 BF16 = torch.bfloat16
+
+
+def exact(found: Rounded) -> torch.Tensor:
+    """What it stands for, float32 ``[M, K]``."""
+    return found.codes.float() * found.scale
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,14 +39,14 @@ def test_rows_are_scaled_by_powers_of_two_to_just_below_the_largest(m: int, k: i
     assert ((largest > LARGEST / 2 - 16) & (largest <= LARGEST))[matrix.any(1)].all()
     # Three bits after the point: half of the last one, or of the least step that e4m3 has, 2**-9.
     allowed = torch.maximum(matrix.float().abs() * 2**-4, found.scale * 2**-10)
-    assert ((found.exact() - matrix.float()).abs() <= allowed).all()
+    assert ((exact(found) - matrix.float()).abs() <= allowed).all()
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_does_not_vanish() -> None:
     matrix = torch.ones(4, 16, dtype=BF16)
     matrix[0] = 0.0
     matrix[1, 3], matrix[2, 5] = float("nan"), float("inf")
-    found = rounded(matrix).exact()
+    found = exact(rounded(matrix))
     assert (found[0] == 0).all() and (found[3] == 1).all()
     assert not found[1].isfinite().any() or found[1].isnan().any()
     assert not found[2].isfinite().all()
@@ -52,7 +57,7 @@ def test_a_product_is_that_of_what_the_codes_stand_for(shape: tuple[int, int, in
     torch.manual_seed(0)
     m, k, n = shape
     left, right = torch.randn(m, k).to(BF16), (torch.randn(n, k) * torch.logspace(-3, 3, n)[:, None]).to(BF16)
-    wanted = rounded(left).exact().double() @ rounded(right).exact().double().T
+    wanted = exact(rounded(left)).double() @ exact(rounded(right)).double().T
     found = product(left, right)
     assert found.dtype == BF16
     torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=1e-5 * wanted.abs().max().item())
@@ -69,17 +74,17 @@ def test_each_of_the_three_products_is_rounded_along_what_it_sums_over() -> None
     found.backward(upstream.to(BF16))
     x, w, g = (t.detach().reshape(-1, t.shape[-1]).to(BF16) for t in (rows, layer.weight, upstream))
 
-    def exact(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return (rounded(left).exact().double() @ rounded(right).exact().double().T).float()
+    def product_of(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (exact(rounded(left)).double() @ exact(rounded(right)).double().T).float()
 
     def close(one: torch.Tensor | None, other: torch.Tensor) -> None:
         assert one is not None
         scale = other.abs().max().item()
         torch.testing.assert_close(one.detach().reshape(other.shape).float(), other, rtol=2**-8, atol=1e-5 * scale)
 
-    close(found, exact(x, w))
-    close(rows.grad, exact(g, w.T))
-    close(layer.weight.grad, exact(g.T, x.T))
+    close(found, product_of(x, w))
+    close(rows.grad, product_of(g, w.T))
+    close(layer.weight.grad, product_of(g.T, x.T))
     assert layer.weight.grad.dtype == torch.float32
 
 

@@ -59,7 +59,7 @@ def test_every_layer_of_these_families_is_observed(family: str) -> None:
     before = {name: parameter.clone() for name, parameter in root.named_parameters()}
     random = torch.random.get_rng_state()
     found = forward(root)
-    assert list(found.squares) == list(found.largest_logit) == [0, 1] and found.tokens == 13
+    assert list(found.squares) == list(found.largest_logit) == [0, 1]
     has_experts = family in ("mixtral", "qwen3-moe")
     assert bool(found.alive) != has_experts and bool(found.routers) == has_experts
     for router in found.routers.values():

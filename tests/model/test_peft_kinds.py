@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures.hashes import frozen_hash
 from tests.fixtures.peft_kinds import KINDS
 from tests.model.tiny import VOCAB, family_model
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.model.adapter import adapter_off
-from tuner.model.freeze import frozen_hash
 from tuner.model.peft_kinds import PeftSpec, add_peft, flaws
 
 LAYERS = {"target_modules": ["q_proj"]}

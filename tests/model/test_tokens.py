@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.fixtures.hashes import frozen_hash
 from tests.model.tiny import FAMILIES, VOCAB, family_model
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
-from tuner.model.freeze import frozen_hash
 from tuner.model.root import CausalLM, outer_parameters, trained_parameters
 from tuner.model.tokens import TrainableTokens
 from tuner.model.trainable import TrainableSpec

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.fixtures.hashes import frozen_hash
 from tests.model.tiny import SHAPE
 from tuner.errors import DataError, RecipeError
 from tuner.model import unread as module
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.freeze import frozen_hash
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
 from tuner.model.stored import published

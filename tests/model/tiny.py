@@ -1,10 +1,14 @@
 """Tiny random models of many architectures, for tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tuner.model.wrap import Wrapper, wrappers_of
 
 VOCAB = 97
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
@@ -58,3 +62,9 @@ def family_model(family: str, tied: bool) -> transformers.PreTrainedModel:
         torch.nn.init.normal_(parameter, std=0.1)
     model.train(False)
     return model
+
+
+def taken(apply: Callable[[nn.Module], None], model: nn.Module) -> int:
+    """How many modules of a model a kernel is given to."""
+    apply(model)
+    return sum(Wrapper.KERNEL in wrappers_of(module) for module in model.modules())

@@ -45,8 +45,7 @@ def test_two_processes_give_the_gradients_of_one(route: Route, tmp_path: Path) -
         mesh = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full"))
         root = assemble(
             AssemblySpec(TrainableSpec(), 1, recompute="full", tokens=64, route=route),
-            meta_model(model_config(model), torch.float32),
-            meshes=mesh.device_meshes("cpu"),
+            meta_model(model_config(model), torch.float32), meshes=mesh.device_meshes("cpu"),
             give_values=lambda root: materialise(root, whole if rank == 0 else None, torch.device("cpu")),
         ).train()
         asked: list[tuple[int, int]] = []

@@ -141,9 +141,7 @@ def test_a_reward_model_has_its_score_whole_on_every_process(tmp_path: Path) -> 
     def work(rank: int) -> None:
         mesh = case.mesh_of(rank, 2)
         root = assemble(
-            case.assembly,
-            meta_model(model_config(spec), torch.float32, "score"),
-            meshes=mesh.device_meshes("cpu"),
+            case.assembly, meta_model(model_config(spec), torch.float32, "score"), meshes=mesh.device_meshes("cpu"),
             give_values=lambda root: materialise(root, whole if rank == 0 else None, torch.device("cpu")),
         )
         score: Any = head_layer(root.model)

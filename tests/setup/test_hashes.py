@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.hashes import frozen_hash, weights_hash
 from tests.model.tiny import family_model
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.freeze import Content, content_of, frozen_hash, weights_hash
+from tuner.model.freeze import Content, content_of
 from tuner.setup import hashes
 from tuner.setup.hashes import FrozenHash, known_weights_hash
 

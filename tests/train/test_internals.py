@@ -114,7 +114,7 @@ def test_processes_that_share_rows_give_the_figures_of_one(model: Path, tmp_path
 def test_units_of_a_layer_that_processes_compute_together_are_counted_apart() -> None:
     """Three of four are dead: the first is alive on one process and dead on the other, where it is another one."""
     alive = [torch.tensor([True, False]), torch.tensor([False, False])]
-    seen = [Observation(1, 1, alive={0: one}) for one in alive]
+    seen = [Observation(alive={0: one}) for one in alive]
     insides = [Inside(one, Mesh({"tensor": 2}, rank), True) for rank, one in enumerate(seen)]
     sums = {name: tensor + insides[1].sums()[name] for name, tensor in insides[0].sums().items()}
     assert insides[0].figures(sums)["dead_share/layers.0"] == 0.75

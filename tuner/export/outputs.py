@@ -17,7 +17,7 @@ from tuner.export.write import expert_names, peft_name, tied_and_saved
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
-from tuner.model.low_rank import ExpertsLowRank, LowRank
+from tuner.model.low_rank import LowRank
 from tuner.model.peft_kinds import PeftSpec, merged_weights
 from tuner.model.stored import Published, converted, published
 from tuner.model.tokens import trainable_tokens
@@ -58,8 +58,8 @@ class ExportedValues:
         self._source, self._trained, self._files = source, trained, files
         self._base = None if original else quantized_base(source, trained.plain)
         self._indices = [(info, info.index()) for info in source.checkpoints]
-        self._adapters: Mapping[str, Callable[[], LowRank | ExpertsLowRank]] = {}
-        self._of_experts: Mapping[str, Callable[[], ExpertsLowRank]] = {}
+        self._adapters: Mapping[str, Callable[[], LowRank]] = {}
+        self._of_experts: Mapping[str, Callable[[], LowRank]] = {}
         self._merged: Mapping[str, torch.Tensor] = {}
         """Of adapters by peft's own config, the tensors of adapted layers as peft merges them."""
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
@@ -169,17 +169,17 @@ class ExportedValues:
             outputs += _laid_out(model, entry, found, self._type_of(held, dtype))
         return outputs
 
-    def _low_rank_of_experts(self) -> dict[str, Callable[[], ExpertsLowRank]]:
+    def _low_rank_of_experts(self) -> dict[str, Callable[[], LowRank]]:
         """The same of the weights of routed experts."""
-        def read(weight: str, module: Any) -> ExpertsLowRank:
+        def read(weight: str, module: Any) -> LowRank:
             a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
-            return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
+            return LowRank(a, b, float(module.lora.scale), transposed=bool(module.is_transposed))
 
         experts: dict[str, Any] = adapted_experts(self._trained.adapted)
         weights = {f"{name}.{each}": module for name, module in experts.items() for each in adapted_weights(module)}
         return {weight: partial(read, weight, module) for weight, module in weights.items()}
 
-    def _low_rank(self) -> dict[str, Callable[[], LowRank | ExpertsLowRank]]:
+    def _low_rank(self) -> dict[str, Callable[[], LowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
         layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
         if self._source.adapter is not None:

@@ -28,7 +28,7 @@ from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.errors import DataError, MachineError, TunerError
-from tuner.model.low_rank import ExpertsLowRank, LowRank
+from tuner.model.low_rank import LowRank
 from tuner.runtime import files
 from tuner.runtime.safetensors_header import safetensors_header
 
@@ -275,7 +275,7 @@ def converted_tensors(
     return {name: made_tensor(shape, source.dtype, functools.partial(made, name)) for name, shape in shapes.items()}
 
 
-def merged_tensor(base: TensorSource, load: Callable[[], LowRank | ExpertsLowRank]) -> TensorSource:
+def merged_tensor(base: TensorSource, load: Callable[[], LowRank]) -> TensorSource:
     """W + s·B·A in float32, not rounded; with DoRA each output is then brought to its length.
 
     The adapter is loaded for the first block and dropped after the last.

@@ -35,7 +35,7 @@ from tuner.model.freeze import Content, content_of, hash_of_frozen, select
 from tuner.model.multimodal import names_in_files
 from tuner.model.own_class import register
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
-from tuner.model.quantize.layers import PublishedCodes, QuantizeSpec, ReadingQuantizer, quantizable, quantized_layers
+from tuner.model.quantize.layers import PublishedCodes, QuantizeSpec, quantizable, quantized_layers
 from tuner.model.quantize.published import dequantized_as_stored, read
 from tuner.model.stored import Published, assembled, published, state_names, stored_tensors, weights_directory
 from tuner.model.tokens import resize_embeddings
@@ -159,7 +159,7 @@ def with_weights(model: PreTrainedModel) -> PreTrainedModel:
     """The model with plain layers, in float32, in place of those that hold codes."""
     for name, layer in quantized_layers(model).items():
         plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        plain.weight = nn.Parameter(layer.dequantized(torch.float32), requires_grad=False)
+        plain.weight = nn.Parameter(layer.weight, requires_grad=False)
         plain.bias = layer.bias
         model.set_submodule(name, plain)
     return model
@@ -315,7 +315,7 @@ def base_model(source: ExportSource) -> PreTrainedModel:
     spec = ModelSpec(
         name_or_path=source.name_or_path, revision=source.revision, random_init=source.is_random,
         config_overrides=source.model_section.get("config", {}), new_ids=source.new_ids, head=source.head,
-        quantize=ReadingQuantizer(how) if is_coded and how else None,
+        quantize=how if is_coded else None,
     )
     model = build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
     if source.given_frozen:
@@ -452,7 +452,7 @@ class Frozen:
 def require_same_frozen(source: ExportSource, plain: PreTrainedModel, names: Collection[str], files: OpenFiles) -> None:
     """Read the tensors of these names, which were not trained, and check their hash.
 
-    It is that of :func:`tuner.model.freeze.frozen_hash`. Raises DataError where the base model is another one now.
+    It is that of :func:`tuner.model.freeze.hash_of_frozen`. Raises DataError where the base model is another one now.
     """
     entries = [entry for entry in published(plain) if entry.name in names] if names else []
     base = quantized_base(source, plain)

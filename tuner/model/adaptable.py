@@ -13,6 +13,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -62,21 +63,15 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 def held_tensor(layer: nn.Module) -> torch.Tensor:
     """The parameter in which a linear layer's weight lies: of a quantised layer, its scales."""
-    found: torch.Tensor = layer.scales if type(layer).__name__ == QUANTIZED else layer.weight  # type: ignore[assignment]
-    return found
+    return layer.scales if type(layer).__name__ == QUANTIZED else layer.weight  # type: ignore[return-value]
 
 
 def weight_type(layer: nn.Module) -> torch.dtype:
     """The type of a linear layer's weight; none is made to know it."""
-    found: torch.dtype = layer.dtype if type(layer).__name__ == QUANTIZED else layer.weight.dtype  # type: ignore[assignment]
-    return found
+    return layer.dtype if type(layer).__name__ == QUANTIZED else layer.weight.dtype  # type: ignore[return-value]
 
 
-def exact_weight(layer: Any) -> torch.Tensor:
-    """A linear layer's weight in float32; that of a quantised one as codes and scales have it."""
-    quantized = type(layer).__name__ == QUANTIZED
-    found: torch.Tensor = layer.dequantized(torch.float32) if quantized else layer.weight.float()
-    return found
+
 
 
 def not_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -96,19 +91,11 @@ def not_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str
 
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
     """Names of the layers whose weight the methods of a class of a model read, in whatever case they do."""
-    methods = [
-        inspect.unwrap(method)
-        for base in kind.__mro__
-        if not base.__module__.startswith("torch.")
-        for method in vars(base).values()
-        if inspect.isfunction(method)
-    ]
     found: set[str] = set()
-    for method in methods:
-        try:
-            found.update(_READ.findall(inspect.getsource(method)))
-        except (OSError, TypeError):  # made at run time, or installed without its source
-            continue
+    for base in (each for each in kind.__mro__ if not each.__module__.startswith("torch.")):
+        for method in filter(inspect.isfunction, vars(base).values()):
+            with suppress(OSError, TypeError):  # made at run time, or installed without its source
+                found.update(_READ.findall(inspect.getsource(inspect.unwrap(method))))
     return frozenset(found)
 
 
@@ -124,16 +111,12 @@ def add_in_product(layer: Any) -> None:
 
     Dropout is drawn as peft draws it, and the layer's switches (merged, disabled) stay in force.
     """
-    wrap(layer, Wrapper.ADAPTED, MethodType(_forward, layer))  # bound: a copy of it computes with its own parts
-
-
-def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    return added_in_product(layer, None, source, *args, **options)
+    wrap(layer, Wrapper.ADAPTED, MethodType(added_in_product, layer))  # bound: a copy computes with its own parts
 
 
 def added_in_product(
-    layer: Any, second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None, source: torch.Tensor,
-    *args: Any, **options: Any,
+    layer: Any, source: torch.Tensor, *args: Any,
+    second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None, **options: Any,
 ) -> torch.Tensor:
     """The forward of such a layer, with peft's arguments; ``source`` is ``[..., in]``, what is returned ``[..., out]``.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,8 +44,25 @@ class AdaptedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What the experts make of tokens ``[T, D]``, each of which goes to ``[T, K]`` of them with such weights."""
-        return _computed(self, hidden_states, top_k_index, top_k_weights)
+        """What the experts make of tokens ``[T, D]``, each of which goes to ``[T, K]`` of them with such weights.
+
+        As transformers' `grouped_mm_experts_forward`, with what the adapters add.
+        """
+        module: Any = self
+        per_token = top_k_index.shape[-1]
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        counts = experts.new_zeros(module.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
+        groups = _Groups(experts, counts, transformers_private.computes_in_groups(module))
+        first, second = weight_names(module)
+        inner = _projected(module, first, hidden_states[order // per_token], groups)
+        inner = transformers_private.apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
+        made = _projected(module, second, inner, groups)
+        if getattr(module, "has_post_expert_norm", False):
+            made = module.post_expert_norm(made)
+        weighed = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return weighed[places].view(len(hidden_states), per_token, -1).sum(1).to(hidden_states.dtype)
 
 
 @dataclass
@@ -64,8 +82,7 @@ def adapt_experts(model: PreTrainedModel, lora: ExpertsLora, saved: Iterable[str
     meta. Raises RecipeError for a model without routed experts by transformers' interface, and where they are trained
     in full.
     """
-    found = routed_experts(model)
-    if not found:
+    if not (found := routed_experts(model)):
         why = "has no routed experts"
         if n_experts(model.config.get_text_config()):
             why = "computes its experts by code of its own, and not by transformers' interface of experts"
@@ -82,7 +99,7 @@ def adapt_experts(model: PreTrainedModel, lora: ExpertsLora, saved: Iterable[str
                 raise RecipeError(f"{KEY}: {name} has no {each} of all experts", hint=NO_EXPERTS)
             _add(module, each, weight, lora.rank)
         vars(module)["lora"] = replace(lora)
-        module.__class__ = _adapted(type(module))
+        module.__class__ = _adapted(type(module))  # type: ignore[arg-type]  # a class has a hash
 
 
 def weight_names(module: Any) -> tuple[str, str]:
@@ -100,14 +117,10 @@ def _add(module: Any, name: str, weight: nn.Parameter, rank: int) -> None:
     module.register_parameter(name + LORA_B, nn.Parameter(torch.zeros(count, out, rank, device=weight.device)))
 
 
+@cache
 def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of adapted experts of a class; one for all of its layers."""
-    if kind not in _classes:
-        _classes[kind] = type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
-    return _classes[kind]
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+    return type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
 
 
 @dataclass(frozen=True)
@@ -131,22 +144,7 @@ class _Groups:
         return torch.cat([part @ (one if is_transposed else one.T) for part, one in parts])
 
 
-def _computed(module: Any, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As transformers' `grouped_mm_experts_forward`, with what the adapters add."""
-    per_token = choices.shape[-1]
-    experts, order = choices.reshape(-1).sort(stable=True)
-    counts = experts.new_zeros(module.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
-    groups = _Groups(experts, counts, transformers_private.computes_in_groups(module))
-    first, second = weight_names(module)
-    inner = _projected(module, first, tokens[order // per_token], groups)
-    inner = transformers_private.apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    made = _projected(module, second, inner, groups)
-    if getattr(module, "has_post_expert_norm", False):
-        made = module.post_expert_norm(made)
-    weighed = made * weights.reshape(-1)[order].unsqueeze(-1)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return weighed[places].view(len(tokens), per_token, -1).sum(1).to(tokens.dtype)
+
 
 
 def _projected(module: Any, name: str, rows: torch.Tensor, groups: _Groups) -> torch.Tensor:

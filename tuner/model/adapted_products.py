@@ -42,7 +42,7 @@ def take_together(model: nn.Module, adapter: str) -> None:
             alike = {(type(b), held_tensor(b).dtype, b.in_features, b.bias is None, scaling) for b, scaling in bases}
             if len(group) > 1 and len(alike) == 1 and isinstance(group[0].lora_dropout[adapter], nn.Identity):
                 together = Together(group)
-                together.clear_after(module)
+                module.register_forward_hook(together.clear, always_call=True)
                 for number, one in enumerate(group):
                     setattr(one, TOGETHER, (together, number))
 
@@ -69,19 +69,14 @@ class Together:
     @property
     def is_plain(self) -> bool:
         """Whether all bases are frozen weights or codes that are multiplied as they are, with nothing around them."""
-        return all(
-            type(base).__name__ in ("Linear", "QuantizedLinear")
-            and not any(parameter.requires_grad for parameter in base.parameters(recurse=False))
-            and not has_hooks(base)
-            and "forward" not in vars(base)
-            for base in (layer.base_layer for layer in self._layers)
-        )
+        bases = [layer.base_layer for layer in self._layers]
+        are_known = all(type(base).__name__ in ("Linear", "QuantizedLinear") for base in bases)
+        are_bare = not any(has_hooks(base) or "forward" in vars(base) for base in bases)
+        trained = (one.requires_grad for base in bases for one in base.parameters(recurse=False))
+        return are_known and are_bare and not any(trained)
 
-    def clear_after(self, module: nn.Module) -> None:
-        """Keep nothing beyond a module's forward, however that ends."""
-        module.register_forward_hook(self._clear, always_call=True)
-
-    def _clear(self, *_: object) -> None:
+    def clear(self, *_: object) -> None:
+        """Keep nothing: as a hook beyond a module's forward, however that ends."""
         self._source, self._made = None, ()
 
 
@@ -140,9 +135,9 @@ def adapted_products(
     return made
 
 
-@adapted_products.register_fake
-def _results(source: torch.Tensor, inner: Any, held: Any, biases: Any, downs: Any, ups: Any) -> list[torch.Tensor]:
-    return [source.new_empty(len(source), len(up)) for up in ups]
+adapted_products.register_fake(
+    lambda source, inner, held, biases, downs, ups: [source.new_empty(len(source), len(up)) for up in ups]
+)
 
 
 @torch.library.custom_op("tuner::adapted_products_backward", mutates_args=())

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,15 +58,9 @@ class LoraSpec:
     def peft_config(self, targets: Sequence[str], scores: bool, base: str | None = None) -> LoraConfig:
         """The same as peft's config for these layers, which ``adapter_config.json`` holds."""
         return LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a float works
-            lora_dropout=self.dropout,
-            target_modules=list(targets),
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-            bias="none",
-            task_type="SEQ_CLS" if scores else "CAUSAL_LM",
-            base_model_name_or_path=base,
+            r=self.r, lora_alpha=self.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a float works
+            lora_dropout=self.dropout, target_modules=list(targets), use_rslora=self.use_rslora, bias="none",
+            use_dora=self.use_dora, task_type="SEQ_CLS" if scores else "CAUSAL_LM", base_model_name_or_path=base,
         )
 
 
@@ -105,7 +99,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         )
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
-            weight = adaptable.exact_weight(layer.get_base_layer())
+            weight = layer.get_base_layer().weight.float()
             length = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)  # of each output's weights
             layer.lora_magnitude_vector[ADAPTER].weight.data = length
             continue
@@ -137,9 +131,7 @@ def _leave_input(layer: Any) -> None:
     kept with it for the backward pass, in every adapted layer. With dropout, which is drawn on that copy, it stays,
     and so it does in DoRA's own forward.
     """
-    convert = getattr(layer, "_cast_input_dtype", None)
-    if convert is None:  # a peft that converts nothing
-        return
+    convert = layer._cast_input_dtype
 
     def unless_autocast(source: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         if source is not None and torch.is_autocast_enabled(source.device.type):
@@ -203,10 +195,10 @@ def left_out_experts(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def calls(model: nn.Module) -> Iterator[set[str]]:
-    """Within, the names of the adapted layers that are called so far."""
+    """Within, the names of the adapted layers, and of modules of adapted experts, that are called so far."""
     called: set[str] = set()
     with ExitStack() as hooks:
-        for name, layer in adapter_layers(model):
+        for name, layer in [*adapter_layers(model), *adapted_experts(model).items()]:
             hooks.enter_context(layer.register_forward_hook(lambda *_, name=name: called.add(name)))
         yield called
 
@@ -267,15 +259,12 @@ def _require_experts_called(
     model: PreTrainedModel, logits: Callable[[], torch.Tensor], runs: Callable[[str], bool] | None
 ) -> None:
     """Check that the modules of adapted experts are called. Raises RecipeError."""
-    called: set[nn.Module] = set()
-    modules = {name: module for name, module in adapted_experts(model).items() if runs is None or runs(name)}
-    with ExitStack() as hooks, torch.no_grad():
-        for module in modules.values():
-            hooks.enter_context(module.register_forward_hook(lambda module, *_: called.add(module)))
-        if modules:
+    names = [name for name in adapted_experts(model) if runs is None or runs(name)]
+    with calls(model) as called, torch.no_grad():
+        if names:
             logits()
-    for name, module in modules.items():
-        if module not in called:
+    for name in names:
+        if name not in called:
             raise RecipeError(f"adapter.experts: {name} is not called: its adapter learns nothing", hint=NO_EXPERTS)
 
 
@@ -307,8 +296,7 @@ def saved_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     chosen = select(patterns, owning, "adapter.modules_to_save")
     if has_score(model):
-        head = [name for name, module in model.named_modules() if module is head_layer(model)]
-        chosen = [*chosen, *head]
+        chosen += [name for name, module in model.named_modules() if module is head_layer(model)]
     return [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
@@ -344,21 +332,19 @@ def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterato
     layers = [layer for layer in layers if layer not in by_number]
     experts = [module for module in experts if module not in by_number]
     switches = [_switch_of(module) for module in by_number]
-    for switch in switches:
-        switch.zero_()
-    for layer in layers:
-        layer._disable_adapters = True
-    for module in experts:
-        module.lora.is_on = False
+    def turn(is_on: bool) -> None:
+        for switch in switches:
+            switch.fill_(is_on)
+        for layer in layers:
+            layer._disable_adapters = not is_on
+        for module in experts:
+            module.lora.is_on = is_on
+
+    turn(False)
     try:
         yield
     finally:
-        for switch in switches:
-            switch.fill_(1)
-        for layer in layers:
-            layer._disable_adapters = False
-        for module in experts:
-            module.lora.is_on = True
+        turn(True)
 
 
 def _switch_of(module: nn.Module) -> torch.Tensor:
@@ -431,11 +417,8 @@ def refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping
 def tied_layers(model: nn.Module) -> dict[str, str]:
     """Adapted layers that share their weight with another module, and that one: merging would change both."""
     weights = {id(adaptable.held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
-    return {
-        weights[id(weight)]: name.removesuffix(".weight")
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if id(weight) in weights and not name.startswith(f"{weights[id(weight)]}.")
-    }
+    named = [(name, weights.get(id(weight))) for name, weight in model.named_parameters(remove_duplicate=False)]
+    return {own: name.removesuffix(".weight") for name, own in named if own and not name.startswith(f"{own}.")}
 
 
 def _adaptable(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
@@ -472,17 +455,10 @@ def _shortest(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 # this name lies: it passes over dense layers and shared experts, and adapts the routed experts, when an adapter is made
 # and when it is loaded. Whether it does depends on a layer's last name and the model's type alone.
 
-def taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def taken_for_experts(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Those of the layers by ``names`` in whose place peft would adapt the routed experts of a model like this."""
-    taken: dict[str, bool] = {}
-    found = []
-    for name in names:
-        last = name.rpartition(".")[2]
-        if last not in taken:
-            taken[last] = _is_taken(model, last)
-        if taken[last]:
-            found.append(name)
-    return found
+    taken = {last for last in _last_parts(names) if _is_taken(model, last)}
+    return [name for name in names if name.rpartition(".")[2] in taken]
 
 
 def _is_taken(model: PreTrainedModel, last: str) -> bool:

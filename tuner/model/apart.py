@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from tuner.model.documents import side_by_side
 from tuner.runtime.device import to_device
 
 COMPUTED_AT_MOST = 1.5
@@ -69,8 +69,7 @@ def hidden_states(
     at = 0
     for number in range(count):
         chosen = np.array(forwards[number] if number < len(forwards) else forwards[-1][-1:])
-        longest = int(sizes[chosen[0]])
-        places, real = _places(starts[chosen], sizes[chosen], longest)
+        places, real = side_by_side(starts[chosen], sizes[chosen])
         if number < len(forwards):
             back[places[real]] = at + np.flatnonzero(real)
         else:
@@ -80,12 +79,3 @@ def hidden_states(
         parts.append(hidden.flatten(0, 1))
         at += places.size
     return torch.cat(parts).index_select(0, to_device(back, ids.device))
-
-
-def _places(
-    starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], longest: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where each token ``[documents, longest]`` is taken from, and whether it is the document's or fills it up."""
-    steps = np.arange(longest, dtype=np.int64)
-    real = steps < sizes[:, None]
-    return starts[:, None] + np.minimum(steps, sizes[:, None] - 1), real

@@ -128,18 +128,15 @@ def packed_attention(
         options.get("sliding_window") or getattr(module, "tuner_window", None), options.get("dropout", 0.0),
         options.get("scaling"), options.get("softcap") or 0.0, getattr(module, "tuner_chunk", 0), sink, bias,
     )
-    observer = getattr(module, "tuner_observer", None)
-    if observer is not None and isinstance(documents, Documents):
+    if (observer := getattr(module, "tuner_observer", None)) is not None and isinstance(documents, Documents):
         cut = documents if documents.chunks is None or not asked.chunk else documents.chunks
         queries, keys = _as_computed(query[0], key[0])
         observer(Attended(queries, keys, cut, asked.window or 0, asked.scaling))
+    is_alone = asked.dropout > 0 or bias is not None or (sink is not None and sink.shape[2] > 1)
     if documents is None:
         output = _causal(query, key, value, asked).transpose(1, 2)
-    elif isinstance(documents, GrowingDocuments):
-        sizes = (documents.new, documents.whole, documents.whole)
-        output = _one_by_one((query, key, value), sizes, asked)
-    elif asked.dropout > 0 or bias is not None or (sink is not None and sink.shape[2] > 1):
-        output = _each_alone((query, key, value), documents.host, asked)
+    elif isinstance(documents, GrowingDocuments) or is_alone:
+        output = _one_by_one((query, key, value), documents, asked)
     else:
         if asked.chunk:
             assert documents.chunks is not None, "where layers have chunks, documents are cut into them"
@@ -210,19 +207,16 @@ def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _each_alone(tensors: tuple[torch.Tensor, ...], bounds: torch.Tensor, asked: _Asked) -> torch.Tensor:
-    """Documents that lie between such bounds, one by one. The compiler would make a program of each packing: where
-    documents end are numbers here."""
-    lengths = tuple(bounds.diff().tolist())
-    output: torch.Tensor = _one_by_one(tensors, (lengths,) * 3, asked)
-    return output
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(tensors: tuple[torch.Tensor, ...], sizes: tuple[tuple[int, ...], ...], asked: _Asked) -> torch.Tensor:
-    """Torch's own attention for each document; of query, key and value so many positions each are its own."""
-    parts = zip(*(tensor.split(own, dim=2) for tensor, own in zip(tensors, sizes, strict=True)), strict=True)
-    queries, keys, _ = sizes
+def _one_by_one(
+    tensors: tuple[torch.Tensor, ...], documents: Documents | GrowingDocuments, asked: _Asked
+) -> torch.Tensor:
+    """Torch's own attention for each document. The compiler would make a program of each packing: where documents
+    end are numbers here."""
+    if isinstance(documents, GrowingDocuments):
+        queries, keys = documents.new, documents.whole
+    else:
+        queries = keys = tuple(documents.host.diff().tolist())
+    parts = zip(*(one.split(own, dim=2) for one, own in zip(tensors, (queries, keys, keys), strict=True)), strict=True)
     each = _by_document(asked, queries, keys)
     found = [_causal(q, k, v, own) for (q, k, v), own in zip(parts, each, strict=True)]
     return torch.cat(found, dim=2).transpose(1, 2)
@@ -387,8 +381,7 @@ def _give_documents(layer: nn.Module) -> None:
 
 def _names(forward: Callable[..., Any]) -> set[object]:
     """What a forward reads, and the names of options that it gives."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
+    if (code := getattr(inspect.unwrap(forward), "__code__", None)) is None:
         return set()
     given = [name for each in code.co_consts if isinstance(each, tuple) for name in each]
     return {*code.co_names, *given}

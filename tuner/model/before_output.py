@@ -5,8 +5,7 @@ that weight has to be in the hidden states. It is the class's own code that runs
 place.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,38 +14,22 @@ from transformers import PreTrainedModel
 from tuner.model.build import head_layer
 
 
-class BeforeOutput:
-    """The parts of a model between its decoder and its output layer, one applied to what the other gives.
+def before_output(model: PreTrainedModel, parts: Sequence[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
+    """From the decoder's hidden states ``[N, D]`` to what the output layer takes, ``[N, E]``.
 
-    The last of them may hold the output layer itself.
+    The ``parts`` are those between them, one applied to what the other gives. The last may hold the output layer
+    itself: they hand on what they would give to it.
     """
-
-    def __init__(self, model: PreTrainedModel, parts: Sequence[nn.Module]) -> None:
-        self._model, self._parts = model, tuple(parts)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From the decoder's hidden states ``[N, D]`` to what the output layer takes, ``[N, E]``."""
-        with self._without_output_layer():
-            for part in self._parts:
-                found = part(hidden[None])
-                hidden = (found[0] if isinstance(found, tuple) else found)[0]  # XLM's gives a tuple
+    head = head_layer(model)
+    inside = [owner for part in parts for owner in part.modules()]
+    places = [(owner, name) for owner in inside for name, child in owner.named_children() if child is head]
+    for owner, name in places:
+        setattr(owner, name, nn.Identity())
+    try:
+        for part in parts:
+            found = part(hidden[None])
+            hidden = (found[0] if isinstance(found, tuple) else found)[0]  # XLM's gives a tuple
         return hidden
-
-    @contextmanager
-    def _without_output_layer(self) -> Iterator[None]:
-        """Within, the parts hand on what they would give to the output layer."""
-        head = head_layer(self._model)
-        places = [
-            (owner, name)
-            for part in self._parts
-            for owner in part.modules()
-            for name, child in owner.named_children()
-            if child is head
-        ]
+    finally:
         for owner, name in places:
-            setattr(owner, name, nn.Identity())
-        try:
-            yield
-        finally:
-            for owner, name in places:
-                setattr(owner, name, head)
+            setattr(owner, name, head)

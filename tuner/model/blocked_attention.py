@@ -180,8 +180,7 @@ class _Work:
 
     def per_block(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views ``[kv_heads, queries x group, d]`` of what lies as the queries do, block by block."""
-        parts: tuple[torch.Tensor, ...] = tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1)
-        return parts
+        return tuple(tensor.flatten(1, 2).split([size * self.group for size in self.sizes], 1))
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers ``[heads, T]`` as the queries lie: ``[kv_heads, T, group, 1]``."""
@@ -238,16 +237,10 @@ def _exact_accumulation(query: torch.Tensor) -> Iterator[None]:
             products.fp32_precision = before
 
 
-@attend_documents.register_fake
-def _result(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return value.new_empty(query.shape[1], query.shape[0], value.shape[2])
-
-
-@_backward.register_fake
-def _gradients(
-    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), torch.empty_like(key), torch.empty_like(value)
+attend_documents.register_fake(lambda query, key, value, *_: new_results(query, key, value)[0])
+_backward.register_fake(
+    lambda up, query, key, value, *_: (query.new_empty(query.shape), torch.empty_like(key), torch.empty_like(value))
+)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -28,8 +28,8 @@ from tuner.model.documents import Padding
 from tuner.model.flops import n_experts
 from tuner.model.freeze import select
 from tuner.model.root import CausalLM
-from tuner.model.transformers_private import Recorded, note_recorded, take_recorders
-from tuner.model.wrap import Wrapper, wrap, wrappers_of
+from tuner.model.transformers_private import note_recorded, take_recorders
+from tuner.model.wrap import Wrapper, names_in, wrap, wrappers_of
 from tuner.runtime.torch_private import allow_notes_in_checkpoints, schema
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def hand_out(block: nn.Module, decoder: nn.Module) -> bool:
             continue  # that hook is called outside of the forward
         for found in take_recorders(module):  # the others note attention's weights, which training has none of
             if found.key == ROUTERS:
-                module.register_forward_hook(_noting(said, found))
+                module.register_forward_hook(lambda *given, found=found: said.append(found.of(given[2])))
                 has_router = True
     if not has_router:
         return False
@@ -81,18 +81,7 @@ def hand_out(block: nn.Module, decoder: nn.Module) -> bool:
     return True
 
 
-def taken_note_of(result: Any, said: Sequence[Any]) -> Any:
-    """A layer's own result; what its routers said is noted, as transformers' hooks would have."""
-    for one in said:
-        note_recorded(ROUTERS, one)
-    return result
 
-
-def _noting(said: list[Any], found: Recorded) -> Callable[..., None]:
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        said.append(found.of(output))
-
-    return note
 
 
 BACKEND = "inductor"
@@ -292,18 +281,20 @@ def _ease_tracing() -> None:
 
     @torch.compiler.substitute_in_graph(dequantize_module_weight)
     def weight(module: nn.Module) -> nn.Parameter:
-        found: nn.Parameter = module.weight  # type: ignore[assignment]
-        return found
+        return module.weight  # type: ignore[return-value]
 
 
 def _note_routers(block: nn.Module, kind: Wrapper) -> None:
-    """Have what a layer's routers say noted outside of its program, and the layer's own result handed on."""
+    """Have what a layer's routers say noted outside of its program, as transformers' hooks would have, and the layer's
+    own result handed on."""
     forward = block.forward
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         made, said = forward(*args, **kwargs)
-        return taken_note_of(made, said)
+        for one in said:
+            note_recorded(ROUTERS, one)
+        return made
 
     wrap(block, kind, run)
 
@@ -327,7 +318,7 @@ _CHANGES = "clamp_"
 
 def handing_on_counts(model: nn.Module) -> str | None:
     """The class of a module whose forward makes Python's numbers of what the device computed; None: there is none."""
-    return next((type(one).__name__ for one in model.modules() if _HANDS_ON in _names(type(one).forward)), None)
+    return next((type(one).__name__ for one in model.modules() if _HANDS_ON in names_in(type(one).forward)), None)
 
 
 def is_in_parts(root: CausalLM) -> bool:
@@ -347,12 +338,6 @@ def keep_outside(block: nn.Module) -> None:
 
 def _left_out(module: nn.Module) -> Iterator[str]:
     """The methods of a module that stay outside."""
-    if not _ASKS.isdisjoint(_names(type(module).forward)):
+    if not _ASKS.isdisjoint(names_in(type(module).forward)):  # where it dispatches to grouped products, what that reads
         yield "forward"
-    yield from (name for name, method in vars(type(module)).items() if _CHANGES in _names(method))
-
-
-def _names(method: Any) -> tuple[str, ...]:
-    """What a method reads; of one that dispatches to grouped products, what the dispatch reads."""
-    code = getattr(method, "__code__", None)
-    return () if code is None else code.co_names
+    yield from (name for name, method in vars(type(module)).items() if _CHANGES in names_in(method))

@@ -43,7 +43,7 @@ _UNTRAINED = re.compile(r"requires_grad(?: ?= ?|_\()False")
 
 
 class BaseQuantizer(Protocol):
-    """What quantises linear layers of a base (:class:`~tuner.model.quantize.layers.ReadingQuantizer`)."""
+    """What quantises linear layers of a base (:class:`~tuner.model.quantize.layers.QuantizeSpec`)."""
 
     @property
     def kind(self) -> "Kind":
@@ -119,14 +119,13 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
 
 def _overridden(spec: ModelSpec, config: PretrainedConfig) -> PretrainedConfig:
     """The config with the recipe's values in place of its own. Raises RecipeError."""
-    for key in spec.config_overrides:
+    for key, value in spec.config_overrides.items():
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
             raise RecipeError(
                 f"model.config.{key}: the config of {spec.name_or_path} ({config.model_type}) has no such key",
                 hint=f"did you mean {near[0]}?" if near else None,
             )
-    for key, value in spec.config_overrides.items():
         try:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
@@ -153,23 +152,17 @@ def _following(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, 
     names = type(config).attribute_map
     named = {names.get(key, key): value for key, value in given.items()}
 
-    def value(key: str, before: bool) -> int | None:
-        found = getattr(config, key, None) if before else named.get(names.get(key, key), getattr(config, key, None))
-        return found if isinstance(found, int) and found > 0 else None
+    def following(changed: Mapping[str, Any]) -> dict[str, int]:
+        sizes = ("hidden_size", "num_attention_heads")
+        hidden, heads = (changed.get(names.get(key, key), getattr(config, key, None)) for key in sizes)
+        if not isinstance(heads, int) or heads < 1:
+            return {}
+        divides = isinstance(hidden, int) and hidden > 0 and hidden % heads == 0
+        return {"num_key_value_heads": heads} | ({"head_dim": hidden // heads} if divides else {})
 
-    def width(before: bool) -> int | None:
-        hidden, heads = value("hidden_size", before), value("num_attention_heads", before)
-        return None if hidden is None or heads is None or hidden % heads else hidden // heads
-
-    follows: dict[str, Callable[[bool], int | None]] = {
-        "head_dim": width, "num_key_value_heads": partial(value, "num_attention_heads")
-    }
-    found = {}
-    for key, rule in follows.items():
-        was, now = rule(True), rule(False)
-        if names.get(key, key) not in named and was is not None and now and getattr(config, key, None) == was != now:
-            found[names.get(key, key)] = now
-    return found
+    was, now = following({}), following(named)
+    kept = [key for key in was if names.get(key, key) not in named and getattr(config, key, None) == was[key]]
+    return {names.get(key, key): now[key] for key in kept if now.get(key, was[key]) != was[key]}
 
 
 def dropouts_of(config: PretrainedConfig) -> dict[str, float]:
@@ -203,9 +196,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     own = _own_config(spec)
     with _clear_errors(spec):
         vet_weights(spec.name_or_path, spec.revision)
-    reader: private.WeightReader | None = None
-    if spec.quantize is not None:
-        reader = spec.quantize.reader(spec.name_or_path, spec.revision)
+    reader = None if spec.quantize is None else spec.quantize.reader(spec.name_or_path, spec.revision)
     renamed = None
     if spec.unread is not None and reader is None and (renamed := _left_aside(spec, spec.unread, own, dtype)):
         reader = spec.unread
@@ -240,11 +231,8 @@ def _left_aside(
 ) -> dict[str, str]:
     """What of a model's files the loader is to leave where it is, by their names."""
     with _clear_errors(spec):
-        stored = {
-            name: tensor
-            for file in weight_files(spec.name_or_path, spec.revision)
-            for name, tensor in stored_in(file).items()
-        }
+        files = weight_files(spec.name_or_path, spec.revision)
+        stored = {name: tensor for file in files for name, tensor in stored_in(file).items()}
     return unread.find(meta_model(config, dtype, spec.head), stored)
 
 
@@ -319,14 +307,14 @@ def auto_model(head: Head, config: PretrainedConfig, whole: bool = False) -> Any
 
     Of a multimodal checkpoint that is its language model alone; with ``whole``, all of it, as its readers load it.
     """
-    if head == "tokens":
-        if config.get_text_config() is not config:
-            from tuner.model.multimodal import language_model_class, whole_auto, whole_class
+    if head == "score":
+        return transformers.AutoModelForSequenceClassification
+    if config.get_text_config() is not config:
+        from tuner.model.multimodal import whole_auto, whole_class, without_other_parts
 
-            if whole_class(config) is not None:
-                return whole_auto(config) if whole else language_model_class(config)
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForSequenceClassification
+        if (kind := whole_class(config)) is not None:
+            return whole_auto(config) if whole else without_other_parts(kind)  # type: ignore[arg-type]  # it has a hash
+    return transformers.AutoModelForCausalLM
 
 
 def is_part(model: nn.Module) -> bool:
@@ -410,7 +398,7 @@ def _leave_untrained(model: PreTrainedModel) -> None:
     if not _UNTRAINED.search(inspect.getsource(sys.modules[type(model).__module__])):
         return
     with torch.device("meta"):
-        made = private.from_config(model, private.plain_config(model.config), dtype=torch.float32)
+        made = private.new_of_class(type(model), private.plain_config(model.config), dtype=torch.float32)
     untrained = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in untrained:
@@ -424,12 +412,11 @@ def _exact_constants(model: PreTrainedModel) -> None:
     They are in no file, so a rounded one (Gemma's scale of the embeddings) is another model than the one that is
     exported and loaded in another type. One that its class always rounds (RecurrentGemma's) is the model's own.
     """
-    rounded = _half_constants(model)
-    if not rounded:
+    if not (rounded := _half_constants(model)):
         return
     with torch.device("meta"):
-        always = _half_constants(private.from_config(model, private.plain_config(model.config), dtype=torch.float32))
-    for name in sorted(rounded.keys() - always.keys()):
+        made = private.new_of_class(type(model), private.plain_config(model.config), dtype=torch.float32)
+    for name in sorted(rounded.keys() - _half_constants(made).keys()):
         rounded[name].data = rounded[name].data.float()
         module = model.get_submodule(name.rpartition(".")[0])
         if not rounded[name].is_meta:

@@ -7,7 +7,7 @@ the layers are kept from it, and :func:`~tuner.model.attention.packed_attention`
 tokens have in their documents. Imported for such models alone.
 """
 
-from collections.abc import Callable
+
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -72,8 +72,9 @@ def count_by_document(decoder: nn.Module, config: PretrainedConfig) -> int:
             continue
         if chunk and kinds[module.layer_idx] == _CHUNKED:
             module.tuner_chunk = chunk
-        for take in _TAKEN:
-            take(module)
+        _take_steps(module)
+        _take_logarithm(module)
+        _take_bias(module)
     return chunk
 
 
@@ -122,6 +123,3 @@ def _take_bias(module: Any) -> None:
 def _by_distance(relative: Any, states: torch.Tensor, *positions: torch.Tensor) -> ByDistance:
     """Of Inkling's states ``[1, T, heads, d]`` the bias by distance, before it is spread over all pairs of a row."""
     return ByDistance((states @ relative.proj).transpose(1, 2))
-
-
-_TAKEN: tuple[Callable[[Any], None], ...] = (_take_steps, _take_logarithm, _take_bias)

@@ -42,8 +42,7 @@ class SideBySide(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values ``[1, heads, new tokens of all, d]``; all of them so far, end to end."""
         added = list(zip(*(states.split(self.documents.new, 2) for states in (key_states, value_states)), strict=True))
-        before = self._kept.get(layer_idx)
-        if before is not None:
+        if (before := self._kept.get(layer_idx)) is not None:
             added = [
                 (torch.cat([keys, more_keys], 2), torch.cat([values, more_values], 2))
                 for (keys, values), (more_keys, more_values) in zip(before, added, strict=True)

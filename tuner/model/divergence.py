@@ -189,24 +189,19 @@ def distil(
     sums = torch.zeros(len(FIGURES), dtype=exact, device=hidden.device)
 
     def chunk(span: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
-        wanted = _Wanted(wants_gradient, head.scale)
-        return _chunk(logits, targets[span], teacher.chunk(span), how, wanted, sums)
+        taught = teacher.chunk(span)
+        return _chunk(logits, targets[span], taught, how, sums, wants_gradient=wants_gradient, scale=head.scale)
 
     loss = head.summed(hidden, chunk)
     return loss, dict(zip(FIGURES, sums.unbind(), strict=True))
 
 
-class _Wanted(NamedTuple):
-    """Whether a gradient is, and how many times as large it is made, as the output layer says."""
-
-    gradient: bool
-    scale: torch.Tensor | None
-
-
 def _chunk(
-    logits: torch.Tensor, targets: torch.Tensor, taught: Taught, how: Distillation, wants: _Wanted, sums: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, taught: Taught, how: Distillation, sums: torch.Tensor, *,
+    wants_gradient: bool, scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The loss of a chunk, whose logits become its gradient where that is wanted; adds to the figures' ``sums``."""
+    """The loss of a chunk, whose logits become its gradient where that is wanted, ``scale`` times as large where the
+    output layer says so; adds to the figures' ``sums``."""
     own, shared = torch.zeros_like(sums), min(logits.shape[1], taught.vocabulary)
     for at in spans(len(logits), max(1, block_logits(logits) // logits.shape[1])):
         exact, wanted = logits[at].to(sums.dtype), targets[at]
@@ -217,11 +212,11 @@ def _chunk(
         ce = _of(wanted, plain)
         agreed = exact.argmax(-1) == found.top
         own += torch.stack([each.sum(dtype=sums.dtype) for each in (found[0], ce, found[2], agreed, found.tail)])
-        if wants.gradient:
+        if wants_gradient:
             gradient = plain.exp_().mul_(how.ce_weight)
             gradient.scatter_add_(1, wanted[:, None], gradient.new_full((len(wanted), 1), -how.ce_weight))
             gradient[:, :shared].add_(found.gradient, alpha=(1 - how.ce_weight) * how.temperature)
-            logits[at] = gradient if wants.scale is None else gradient.mul_(wants.scale)
+            logits[at] = gradient if scale is None else gradient.mul_(scale)
     sums += own
     return (1 - how.ce_weight) * how.temperature**2 * own[0] + how.ce_weight * own[1]
 

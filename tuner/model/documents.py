@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -54,7 +56,6 @@ class HeadExchange(Protocol):
     ) -> torch.Tensor:
         """What an attention function gives for query, key and value ``[1, heads, t, d]`` of the positions that are
         here: ``[1, t, heads, d]``."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,17 @@ class Documents:
         return Documents(host, on_device, torch.tensor([longest], dtype=torch.int32), bound or longest, chunks)
 
 
+def side_by_side(
+    starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where each token ``[documents, longest]`` of some documents of a row is taken from, for a padded batch of them.
+
+    And whether it is the document's: what fills a document up is its last token again.
+    """
+    steps = np.arange(sizes.max())
+    return starts[:, None] + np.minimum(steps, sizes[:, None] - 1), steps < sizes[:, None]
+
+
 @dataclass(frozen=True)
 class Padding:
     """Fills microbatches up to ``tokens`` with documents of at most ``longest``, from which nothing is learned.
@@ -115,8 +127,5 @@ class Padding:
             return input_ids, position_ids, lengths
         whole, rest = divmod(missing, self.longest)
         added = torch.arange(missing, device=position_ids.device) % self.longest
-        return (
-            functional.pad(input_ids, (0, missing)),
-            torch.cat((position_ids, added)),
-            (*lengths, *[self.longest] * whole, *[rest][: rest > 0]),
-        )
+        filled = functional.pad(input_ids, (0, missing)), torch.cat((position_ids, added))
+        return *filled, (*lengths, *[self.longest] * whole, *[rest][: rest > 0])

@@ -25,10 +25,7 @@ def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
 def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of routed experts that have an adapter, by name."""
 
-    def is_adapted(module: nn.Module) -> bool:
-        return any(name.endswith(LORA_A) for name, _ in module.named_parameters(recurse=False))
-
-    return {name: module for name, module in model.named_modules() if is_adapted(module)}
+    return {name: module for name, module in model.named_modules() if adapted_weights(module)}
 
 
 def adapted_weights(module: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -28,8 +29,7 @@ from tuner.model.transformers_private import has_sinks, takes_our_attention
 from tuner.runtime.device import generation, gpu_memory
 
 
-@dataclass(frozen=True)
-class Version:
+class Version(NamedTuple):
     """A later flash attention: its name, the package that brings it, and the module that is looked for."""
 
     name: str
@@ -64,15 +64,17 @@ class Heads:
     dropout: float
     has_sinks: bool = False
 
-    @property
-    def is_capped(self) -> bool:
-        """Whether scores have a soft bound."""
-        return self.cap > 0
+
 
     @property
     def widest(self) -> int:
         """Channels of the widest head."""
         return max(self.width, self.value_width)
+
+    def problem(self, device_generation: int, has_window: bool = False) -> str | None:
+        """Why the fourth version does not serve them on such a device; None where it does."""
+        is_grouped, is_capped = self.queries != self.keys, self.cap > 0
+        return flash4.problem(device_generation, self.width, self.value_width, is_grouped, is_capped, has_window)
 
     @staticmethod
     def of(config: PretrainedConfig) -> list[Heads]:
@@ -108,14 +110,15 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
         return "the model's own"
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     there = versions_for(kinds, device_generation) if is_here and dtype in flash4.TYPES else ()
+    has_window = window_of(config.get_text_config()) is not None
     for heads in kinds:
-        _, words = way_and_reason(device_generation, dtype, heads.widest, heads.is_capped, is_here, heads.has_sinks)
+        _, words = way_and_reason(device_generation, dtype, heads.widest, heads.cap > 0, is_here, heads.has_sinks)
         version = next((one for one in there if _serves(one, heads, device_generation)), None)
         if heads.dropout:
             words = "torch's, document by document: attention has dropout"
         elif version is not None:
             words = f"{version.name}: {version.package} is installed"
-            if version is FLASH_4 and (why := _without_windows(config, heads, device_generation)) is not None:
+            if version is FLASH_4 and has_window and (why := heads.problem(device_generation, has_window)) is not None:
                 words += f", but for layers with a window: {why}"
         elif words == "flash attention":
             words = USUAL_FLASH
@@ -125,32 +128,21 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
     return "; ".join(found)
 
 
-def _without_windows(config: PretrainedConfig, heads: Heads, device_generation: int) -> str | None:
-    """Why the fourth does not serve such heads where they have the model's window; None where it does, or has none."""
-    if window_of(config.get_text_config()) is None:
-        return None
-    is_grouped = heads.queries != heads.keys
-    return flash4.problem(
-        device_generation, heads.width, heads.value_width, is_grouped, heads.is_capped, has_window=True
-    )
+
 
 
 def versions_for(kinds: Sequence[Heads], device_generation: int) -> tuple[Version, ...]:
     """The later flash attentions that are installed and take some of these heads on such a device, the newest first."""
-    return tuple(
-        version
-        for version in VERSIONS
-        if any(_serves(version, heads, device_generation) for heads in kinds) and _can_be_taken(version, kinds)
-    )
+    serving = (one for one in VERSIONS if any(_serves(one, heads, device_generation) for heads in kinds))
+    return tuple(version for version in serving if _can_be_taken(version, kinds))
 
 
 def _serves(version: Version, heads: Heads, device_generation: int) -> bool:
     if heads.dropout:
         return False
     if version is FLASH_4:
-        is_grouped = heads.queries != heads.keys
-        return not flash4.problem(device_generation, heads.width, heads.value_width, is_grouped, heads.is_capped)
-    way, _ = way_and_reason(device_generation, torch.bfloat16, heads.widest, heads.is_capped, is_here=False)
+        return not heads.problem(device_generation)
+    way, _ = way_and_reason(device_generation, torch.bfloat16, heads.widest, heads.cap > 0, is_here=False)
     return device_generation == 9 and way == "flash"
 
 
@@ -223,27 +215,26 @@ def fastest_version(config: PretrainedConfig, device: torch.device, cache: Path,
     return fastest(candidate(USUAL_FLASH, None), others, FLASH_ALLOWED, seconds_on(device))
 
 
-_ours: list[Version] = []
+_ours: list[Version | None] = [None]
 """The version that this module had the process take, if any: one that others chose stays."""
 
 
 def _switch_to(version: Version | None) -> None:
-    before = _ours[0] if _ours else None
+    before = _ours[0]
     if before != version:
-        _ours.clear()
+        _ours[0] = None
         flash4.take(version is FLASH_4)
         if before is FLASH_3:
             torch.nn.attention.restore_flash_attention_impl()
         if version is FLASH_3:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        if version is not None:
-            _ours.append(version)
+        _ours[0] = version
 
 
 @contextmanager
 def used(version: Version | None) -> Iterator[None]:
     """Within, attention is computed by a version, by the usual one for None."""
-    before = _ours[0] if _ours else None
+    before = _ours[0]
     try:
         _switch_to(version)
         yield
@@ -350,14 +341,11 @@ def problem_with(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 def seconds_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
     """What measures work on a device: the median of some rounds, each waited for, after some that are not counted."""
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def one(work: Callable[[], object]) -> float:
         begun = time.perf_counter()
         work()
-        wait()  # launches return before the device is through
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # launches return before the device is through
         return time.perf_counter() - begun
 
     def measure(work: Callable[[], object]) -> float:
@@ -378,9 +366,8 @@ LOSS_ALLOWED = 1e-2
 def fastest_loss(vocabulary: int, device: torch.device) -> Fastest:
     """The fastest kernel for logits of so many tokens of a vocabulary in bf16; liger's unless another one is faster."""
     generator = torch.Generator(device).manual_seed(0)
-    memory = gpu_memory(torch.empty(0, device=device))
     chunk = torch.empty(0, device=device, dtype=torch.bfloat16)
-    count = max(TRIED, positions_of_chunk(vocabulary, chunk, memory))
+    count = max(TRIED, positions_of_chunk(vocabulary, chunk, gpu_memory(chunk)))
     logits = torch.randn(count, vocabulary, generator=generator, device=device, dtype=torch.bfloat16)
     targets = torch.randint(vocabulary, (count,), generator=generator, device=device)
     first = logits[:TRIED].clone()  # logits become their gradient, as soon as one kernel is timed

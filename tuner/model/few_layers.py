@@ -6,9 +6,10 @@ what the config says of each layer in a list, and what the decoder calls them wi
 such as its number, tells none apart. The first and the last of each kind run; the others hand on what they are given.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
-import hashlib
 import inspect
 import re
 import textwrap
@@ -22,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, decoder_of
+from tuner.model.freeze import content_of
 from tuner.model.wrap import Wrapper, wrapped
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
@@ -45,7 +47,8 @@ class FewLayers:
         self._model, self._blocks = model, layers_of(model)
         of = {module: name for name, module in model.named_modules()}
         self._names = [of[block] for block in self._blocks]
-        self._sides: tuple[_Side, ...] = ()
+        self._passes: tuple[list[_Pass], ...] = ()
+        """The forwards of either model."""
         self._kinds = self._kinds_by_stack()
         self.chosen = representatives(self._kinds)
 
@@ -79,19 +82,18 @@ class FewLayers:
     def running(self, plain: PreTrainedModel) -> Iterator[None]:
         """Within, the chosen layers alone run in both models; RuntimeError where a layer gives what nothing else could
         give in its place."""
+        self._passes = [], []
         beside = [plain.get_submodule(name) for name in self._names]
-        self._sides = (_Side(self._model, self._blocks), _Side(plain, beside))
         with ExitStack() as sides:
             if not self.is_whole:
-                for side in self._sides:
-                    sides.enter_context(side.skipping(self.chosen))
+                sides.enter_context(_skipping(self._model, self._blocks, self.chosen, self._passes[0]))
+                sides.enter_context(_skipping(plain, beside, self.chosen, self._passes[1]))
             yield
 
     def grow(self) -> bool:
         """Choose layers too that were called as no chosen one of their kind was; whether there were any."""
-        calls = [side.called() for side in self._sides]
-        kinds = [(kind, *(call[place] for call in calls)) for place, kind in enumerate(self._kinds)]
-        found = representatives(kinds) | self.chosen
+        calls = [one.kinds(self.total) for passes in self._passes for one in passes]
+        found = representatives(list(zip(self._kinds, *calls, strict=True))) | self.chosen
         grew, self.chosen = found > self.chosen, found
         return grew
 
@@ -101,47 +103,40 @@ class FewLayers:
         return not any(name == one or name.startswith(f"{one}.") for one in skipped)
 
 
-class _Side:
-    """One of the two models, and how its layers were called."""
+@contextmanager
+def _skipping(
+    model: PreTrainedModel, blocks: Sequence[nn.Module], chosen: set[int], passes: list[_Pass]
+) -> Iterator[None]:
+    """Within, the chosen ones of a model's layers alone run, and its forwards are noted."""
+    begin = decoder_of(model).register_forward_pre_hook(lambda *_: passes.append(_Pass()))
+    with ExitStack() as restored:
+        restored.callback(begin.remove)
+        for place, block in enumerate(blocks):
+            instead = _noted(place, block, passes, runs=place in chosen)
+            restored.enter_context(wrapped(block, Wrapper.LEFT_OUT, instead))
+        yield
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
-        self._model, self._blocks = model, blocks
-        self._passes: list[_Pass] = []
 
-    @contextmanager
-    def skipping(self, chosen: set[int]) -> Iterator[None]:
-        self._passes = []
-        begin = decoder_of(self._model).register_forward_pre_hook(lambda *_: self._passes.append(_Pass()))
-        with ExitStack() as restored:
-            restored.callback(begin.remove)
-            for place, block in enumerate(self._blocks):
-                instead = self._wrapped(place, block, block.forward, place in chosen)
-                restored.enter_context(wrapped(block, Wrapper.LEFT_OUT, instead))
-            yield
+def _noted(place: int, block: nn.Module, passes: list[_Pass], runs: bool) -> Callable[..., Any]:
+    """The forward of a layer, of which is noted how it is called, or where it does not run what stands for it."""
+    forward = block.forward
+    names = list(inspect.signature(forward).parameters)
 
-    def called(self) -> list[Hashable]:
-        """How each layer was called in all forwards."""
-        count = len(self._blocks)
-        return list(zip(*(one.kinds(count) for one in self._passes), strict=True)) or [()] * count
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden = given[names[0]]
+        if not passes:  # a layer that is called outside of the decoder
+            passes.append(_Pass())
+        noted = passes[-1]
+        noted.note(place, hidden, {key: value for key, value in given.items() if key != names[0]})
+        if not runs:
+            return noted.in_place_of(type(block), hidden)
+        output = forward(*args, **kwargs)
+        noted.ran(type(block), hidden, output)
+        return output
 
-    def _wrapped(self, place: int, block: nn.Module, forward: Callable[..., Any], runs: bool) -> Callable[..., Any]:
-        names = list(inspect.signature(forward).parameters)
-
-        @functools.wraps(forward)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            hidden = given[names[0]]
-            if not self._passes:  # a layer that is called outside of the decoder
-                self._passes.append(_Pass())
-            noted = self._passes[-1]
-            noted.note(place, hidden, {key: value for key, value in given.items() if key != names[0]})
-            if not runs:
-                return noted.in_place_of(type(block), hidden)
-            output = forward(*args, **kwargs)
-            noted.ran(type(block), hidden, output)
-            return output
-
-        return called
+    return called
 
 
 class _Pass:
@@ -257,12 +252,8 @@ def shared_kinds(facts: Sequence[Mapping[Any, Hashable]]) -> list[Hashable]:
 
 def representatives(kinds: Sequence[Hashable]) -> set[int]:
     """The first and the last of each kind."""
-    firsts: dict[Hashable, int] = {}
-    lasts: dict[Hashable, int] = {}
-    for place, kind in enumerate(kinds):
-        firsts.setdefault(kind, place)
-        lasts[kind] = place
-    return {*firsts.values(), *lasts.values()}
+    places = [(kind, place) for place, kind in enumerate(kinds)]
+    return {*dict(places).values(), *dict(reversed(places)).values()}
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[Hashable, Hashable]]:
@@ -286,7 +277,7 @@ def told(value: object, depth: int = _DEPTH) -> Hashable:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return (type(value).__name__, str(value))
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), str(value.dtype), _contents(value))
+        return (tuple(value.shape), str(value.dtype), None if value.is_meta else content_of(value.detach()).sha256)
     if isinstance(value, nn.Module | PretrainedConfig | type) or depth == 0:
         kind = value if isinstance(value, type) else type(value)
         return f"{kind.__module__}.{kind.__qualname__}"
@@ -307,11 +298,7 @@ def told(value: object, depth: int = _DEPTH) -> Hashable:
     return (f"{type(value).__module__}.{type(value).__qualname__}", told(dict(held), depth - 1))
 
 
-def _contents(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type == "meta":
-        return None
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
 
 
 def _is_filled(cell: Any) -> bool:
@@ -324,8 +311,6 @@ def _is_filled(cell: Any) -> bool:
 
 def _numbers(blocks: Sequence[nn.Module]) -> frozenset[str]:
     """Attributes in which parts of the layers hold their layer's number."""
-    if len(blocks) < 2:
-        return frozenset()
     found: dict[tuple[str, str], list[int]] = {}
     for place, block in enumerate(blocks):
         for name, module in block.named_modules():
@@ -338,13 +323,9 @@ def _numbers(blocks: Sequence[nn.Module]) -> frozenset[str]:
 def _is_counting(kind: type, numbers: frozenset[str]) -> bool:
     """Whether what a class runs compares its layer's number, or counts it off: the layer then stands for none but
     itself. That of the first layer (``== 0``) may be asked for, as the first of each kind runs."""
-    return any(
-        _counts_by(method, numbers)
-        for one in kind.__mro__
-        if not one.__module__.startswith("torch.")
-        for name, method in vars(one).items()
-        if name != "__init__" and inspect.isfunction(method)
-    )
+    own = (vars(one) for one in kind.__mro__ if not one.__module__.startswith("torch."))
+    methods = (method for one in own for name, method in one.items() if name != "__init__")
+    return any(_counts_by(method, numbers) for method in filter(inspect.isfunction, methods))
 
 
 def _given(module: nn.Module, numbers: frozenset[str]) -> list[Callable[..., Any]]:

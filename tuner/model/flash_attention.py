@@ -40,18 +40,11 @@ def _gradients(upstream: torch.Tensor, heads: ops.QueryKeyValue, made: ops.Resul
     width, most = query.shape[2], int(asked.longest)
     backward = varlen_backward()
     assert backward is not None, "without it this operation is not called"
+    undrawn = query.new_empty(2, dtype=torch.uint64)  # where dropout would begin to draw: there is none
     grads = backward(
-        wide(upstream.to(heads.value.dtype), width),
-        query,
-        key,
-        value,
-        wide(made.output, width),
-        made.normaliser,
+        wide(upstream.to(heads.value.dtype), width), query, key, value, wide(made.output, width), made.normaliser,
         *(asked.bounds, asked.bounds, most, most),  # of queries and of keys
-        asked.window == 0,
-        query.new_empty(2, dtype=torch.uint64),  # where dropout would begin to draw: there is none
-        asked.scale,
-        [asked.window - 1, 0],
+        asked.window == 0, undrawn, asked.scale, [asked.window - 1, 0],
     )
     found = [ungrouped(grad, tensor) for grad, tensor in zip(grads, heads, strict=True)]
     return found[0], found[1], found[2]

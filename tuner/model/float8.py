@@ -136,9 +136,7 @@ class Rounded(NamedTuple):
     codes: torch.Tensor
     scale: torch.Tensor
 
-    def exact(self) -> torch.Tensor:
-        """What it stands for, float32 ``[M, K]``."""
-        return self.codes.float() * self.scale
+
 
 
 def rounded(matrix: torch.Tensor) -> Rounded:

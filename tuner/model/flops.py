@@ -47,14 +47,9 @@ class Flops:
 
     def parts(self, lengths: Sequence[int], n_trained: int) -> dict[str, float]:
         """Operations for documents of these lengths, `n_trained` of whose tokens are trained, by part of the model."""
-        squares = {window: sum(_square(length, window) for length in lengths) for window in self.attention}
-        in_chunks = {size: sum(_square_in_chunks(length, size) for length in lengths) for size in self.chunks}
-        return {
-            "layers": self.products * sum(lengths),
-            "attention": sum(each * squares[window] for window, each in self.attention.items())
-            + sum(each * in_chunks[size] for size, each in self.chunks.items()),
-            "output": self.output * n_trained,
-        }
+        attention = sum(each * sum(_square(n, window) for n in lengths) for window, each in self.attention.items())
+        attention += sum(each * sum(_square_in_chunks(n, size) for n in lengths) for size, each in self.chunks.items())
+        return {"layers": self.products * sum(lengths), "attention": attention, "output": self.output * n_trained}
 
     def forward_of(self, lengths: Sequence[int], n_trained: int) -> float:
         """Operations of a forward pass alone, without gradients, by which a reference or a teacher is asked."""

@@ -3,9 +3,7 @@
 import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -72,18 +70,12 @@ class Content(NamedTuple):
     """Of its bytes."""
 
 
-def frozen_hash(model: PreTrainedModel) -> str | None:
-    """SHA-256 over names, types, shapes and bytes of the parameters that are not trained; None where all are.
-
-    Names are those of the model without an adapter. Of a quantised layer the weight counts as it was before. Tensors
-    are hashed side by side, one on each core.
-    """
-    tensors, hashed = frozen_tensors(model)
-    return _hash_of(tensors, hashed)
-
-
 def frozen_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Content]]:
-    """What that hash is of: tensors, and the contents of those that the model does not hold as they were."""
+    """The parameters that are not trained, by their names in the model without an adapter: what their hash is of.
+
+    Tensors, and the contents of those that the model does not hold as they were: of a quantised layer the weight counts
+    as it was before.
+    """
     weights: dict[str, Content] = {}
     held: set[str] = set()
     for name, module in model.named_modules():
@@ -94,16 +86,8 @@ def frozen_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dic
     return {name: model.get_parameter(own).detach() for name, own in names.items()}, weights
 
 
-def weights_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over names, types, shapes and bytes of all parameters and persistent buffers: of what it computes with.
-
-    Tensors are hashed side by side, one on each core.
-    """
-    return str(_hash_of(all_tensors(model)))
-
-
 def all_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What that hash is of."""
+    """All parameters and persistent buffers, by name: what a model computes with."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -116,16 +100,12 @@ def content_of(tensor: torch.Tensor, parts: Iterable[torch.Tensor] = ()) -> Cont
 
 
 def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str | None:
-    """The same from type, shape and SHA-256 of the bytes of each, by name."""
+    """SHA-256 over names, types, shapes and bytes of tensors, by type, shape and SHA-256 of each; None of none."""
     facts = [f"{name} {dtype} {list(shape)} {sha256}" for name, (dtype, shape, sha256) in sorted(contents.items())]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest() if facts else None
 
 
-def _hash_of(tensors: Mapping[str, torch.Tensor], hashed: Mapping[str, Content] = MappingProxyType({})) -> str | None:
-    """The hash of tensors, and of others whose contents are ``hashed`` already."""
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        contents = dict(zip(tensors, pool.map(content_of, tensors.values()), strict=True))
-    return hash_of_frozen({**contents, **hashed})
+
 
 
 def means(pattern: str, name: str) -> bool:

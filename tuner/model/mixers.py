@@ -19,8 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.documents import side_by_side
 from tuner.model.transformers_private import decoder_classes
-from tuner.model.wrap import Wrapper, wrap
+from tuner.model.wrap import Wrapper, names_in, wrap
 from tuner.runtime.device import to_device
 
 _STATES = {"cache_params", "past_key_values", "past_key_value", "state", "use_cache"}
@@ -56,12 +57,9 @@ class MixerLayout:
         starts = sizes.cumsum() - sizes
         shapes, taken, order, before = [], [], np.empty(sizes.sum(), dtype=np.int64), 0
         for group in batches(lengths):
-            longest = int(sizes[group].max())
-            inside = np.arange(longest)[None]
-            token = starts[group, None] + np.minimum(inside, sizes[group, None] - 1)
-            is_token = inside < sizes[group, None]
-            order[token[is_token]] = before + np.arange(token.size).reshape(token.shape)[is_token]
-            shapes.append((len(group), longest))
+            token, is_token = side_by_side(starts[group], sizes[group])
+            order[token[is_token]] = before + np.flatnonzero(is_token)
+            shapes.append(token.shape)
             taken.append(to_device(token.ravel(), device))
             before += token.size
         return MixerLayout(len(order), tuple(shapes), tuple(taken), to_device(order, device))
@@ -197,16 +195,12 @@ def _takes_state(module: nn.Module) -> bool:
 
 
 def _attends(module: nn.Module) -> bool:
-    return _INTERFACE in _names_in_forward(module)
+    return _INTERFACE in names_in(inspect.unwrap(type(module).forward))
 
 
 def _convolves(module: nn.Module) -> bool:
-    return _CONVOLUTION in _names_in_forward(module) or any(isinstance(child, nn.Conv1d) for child in module.children())
-
-
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return has_convolution or _CONVOLUTION in names_in(inspect.unwrap(type(module).forward))
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:

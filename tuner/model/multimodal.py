@@ -45,10 +45,7 @@ def whole_auto(config: PretrainedConfig) -> Any:
     return transformers.AutoModelForImageTextToText if of_images else transformers.AutoModelForMultimodalLM
 
 
-def language_model_class(config: PretrainedConfig) -> Any:
-    """A class of the language model alone where a config is a whole model's; None where it is not."""
-    kind = whole_class(config)
-    return None if kind is None else _without_other_parts(kind)  # type: ignore[arg-type]  # a class has a hash
+
 
 
 def config_of_language_model(
@@ -79,7 +76,7 @@ def config_of_language_model(
 
 
 @cache
-def _without_other_parts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def without_other_parts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class of the same name that makes a model and leaves out all but its language model.
 
     ``left_out`` of its models are the numbers of parameters of what was left out, by name.

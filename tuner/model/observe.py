@@ -58,8 +58,6 @@ class RouterShares:
 class Observation:
     """Of one forward, by the index of a decoder layer, as far as the layer has it; tensors on the device."""
 
-    tokens: int
-    layers: int
     squares: dict[int, torch.Tensor] = field(default_factory=dict)
     """The sum of squares of a layer's output ``[T, D]``, float64 scalars."""
     elements: dict[int, int] = field(default_factory=dict)
@@ -84,7 +82,7 @@ def observe(
     model in evaluation mode; of its weights and buffers nothing changes.
     """
     blocks = decoder_blocks(root.model, "logging.internals")
-    found = Observation(input_ids.shape[0], len(blocks))
+    found = Observation()
     nothing = torch.zeros(0, dtype=torch.int64, device=input_ids.device)
     root.eval()
     with _taps(root, blocks, found, rows_at):
@@ -125,8 +123,7 @@ def hidden_units(block: nn.Module) -> list[nn.Module]:
     Of a gated MLP the gate's projection, whichever kernel applies the activation to it; else the activation. Experts
     that are one tensor for all have none.
     """
-    gates = [module for name, module in block.named_modules() if name.rpartition(".")[2] == _GATE]
-    if gates:
+    if gates := [module for name, module in block.named_modules() if name.rpartition(".")[2] == _GATE]:
         return gates
     owners = [one for one in block.modules() if any(p.ndim > 2 for p in one.parameters(recurse=False))]
     fused = {part for owner in owners for part in owner.modules()}

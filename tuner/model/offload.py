@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,32 +31,20 @@ BLOCK = 4 << 20
 a power of two, to which torch's allocator of page-locked memory would round up."""
 
 
-class Lane(Protocol):
-    """The way between a device and the host."""
+class Lane:
+    """The way between a device and the host; on a CPU a copy is made at once."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Copy each pair's second tensor into its first, after all that the device was given so far; what is to be
         waited for, None where the copies are made."""
-        ...
-
-    def wait(self, moved: Any) -> None:
-        """Have the device's work from here on wait for copies."""
-        ...
-
-
-class HostLane:
-    """On a CPU: a copy is made at once."""
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """As :meth:`Lane.copy`."""
         for target, source in pairs:
             target.copy_(source)
 
     def wait(self, moved: Any) -> None:
-        """There is nothing to wait for."""
+        """Have the device's work from here on wait for copies."""
 
 
-class CudaLane:
+class CudaLane(Lane):
     """A stream of a CUDA device, for both directions: blocks of the host are used again in its order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -150,11 +138,10 @@ class HostInputs:
         copy = self._known_copy(storage) or self._leave(tensor)
         return _Saved(copy, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
+    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         """The tensor again; what the layer before it kept begins to come back."""
         if not isinstance(saved, _Saved):
-            kept: torch.Tensor = saved
-            return kept
+            return saved
         place = saved.copy.place
         if place.here is None:
             self._bring(place)
@@ -219,7 +206,7 @@ class HostInputs:
 
     def _way(self, device: torch.device) -> Lane:
         if self._lane is None:
-            self._lane = CudaLane(device) if device.type == "cuda" else HostLane()
+            self._lane = CudaLane(device) if device.type == "cuda" else Lane()
         return self._lane
 
     def _blocks(self, here: torch.Tensor) -> list[torch.Tensor]:
@@ -227,7 +214,9 @@ class HostInputs:
         count = -(-len(here) // BLOCK)
         missing = count - len(self._free)
         if missing > 0:
-            _require_room(missing * BLOCK, self.n_blocks * BLOCK)
+            wanted, free = missing * BLOCK, host_memory()[1]
+            if wanted > free:
+                raise _no_room(self.n_blocks * BLOCK, f"{gib(wanted)} more are wanted, and {gib(free)} are free")
             try:
                 made = [host_empty((BLOCK,), torch.uint8, "activations", here.device) for _ in range(missing)]
             except (RuntimeError, MemoryError) as error:
@@ -258,10 +247,7 @@ def _require_unchanged(place: _Place) -> None:
         )
 
 
-def _require_room(wanted: int, held: int) -> None:
-    free = host_memory()[1]
-    if wanted > free:
-        raise _no_room(held, f"{gib(wanted)} more are wanted, and {gib(free)} are free")
+
 
 
 def _no_room(held: int, why: str) -> MachineError:

@@ -113,41 +113,32 @@ class Vocabulary(Protocol):
 
     def layer(self, head: Any, transform: LogitTransform, scale: torch.Tensor | None) -> "OutputLayer":
         """This process's rows of the model's output layer."""
-        ...
 
     def positions(self, weight: torch.Tensor) -> int:
         """Positions of a chunk, the same on every process."""
-        ...
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor) -> Any:
         """Over all logits: what gives the ``losses`` ``[n]`` of a chunk, and is to be kept for their gradient."""
-        ...
 
     def into_gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, softmax: Any, weights: torch.Tensor | None
     ) -> None:
         """Turn this process's logits into the gradient of the losses, each times its weight ``[n]``, in place."""
-        ...
 
     def add_up(self, of_hidden: torch.Tensor) -> None:
         """Add the gradient of the hidden states up over the processes, in place."""
-        ...
 
     def lies(self, parameter: torch.Tensor | None) -> Any:
         """How a weight or bias lies over the processes: of one that does not nothing is kept."""
-        ...
 
     def placed(self, gradient: torch.Tensor, lies: Any) -> torch.Tensor:
         """Its gradient as it lies."""
-        ...
 
     def judged(self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """float32 ``[N, 2]``: the loss in nats, and 1 where the target is the likeliest token; without gradients."""
-        ...
 
     def likeliest(self, head: "OutputLayer", hidden: torch.Tensor) -> torch.Tensor:
         """int64 ``[N]``: the likeliest token at each position."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -333,12 +324,11 @@ class Gradients:
         self._head, self._exact_dtype = head, torch.promote_types(head.dtype, torch.float32)
         hidden, weight, bias = head.hidden, head.weight, head.bias
         hidden_dtype = hidden.dtype if head.on_gpu else self._exact_dtype
-        self._hidden = torch.zeros_like(hidden, dtype=hidden_dtype) if wanted[0] else None
+        self.hidden = torch.zeros_like(hidden, dtype=hidden_dtype) if wanted[0] else None
+        """That of the hidden states in the type that it is added up in, where it is wanted."""
         make = torch.empty_like if len(hidden) else torch.zeros_like
         self._weight = make(weight, dtype=self._summed_in(weight)) if wanted[1] else None
-        self._bias = None
-        if wanted[2] and bias is not None:
-            self._bias = torch.zeros_like(bias, dtype=self._summed_in(bias))
+        self._bias = torch.zeros_like(bias, dtype=self._summed_in(bias)) if wanted[2] and bias is not None else None
         self._first = True
 
     def add(self, span: slice, rows: torch.Tensor, logits: torch.Tensor) -> None:
@@ -346,26 +336,23 @@ class Gradients:
         weight, on_gpu = self._head.weight, self._head.on_gpu
         if self._bias is not None:
             self._bias += logits.sum(0, dtype=self._exact_dtype)
-        if self._hidden is not None and on_gpu:
-            self._hidden[span] = logits @ weight
+        if self.hidden is not None and on_gpu:
+            self.hidden[span] = logits @ weight
         for block in _blocks(weight):
             share = logits[:, block]
-            if self._hidden is not None and not on_gpu:
-                self._hidden[span] += share @ weight[block].to(rows.dtype)
+            if self.hidden is not None and not on_gpu:
+                self.hidden[span] += share @ weight[block].to(rows.dtype)
             if self._weight is not None:
                 product = share.T @ rows
                 self._weight[block].copy_(product) if self._first else self._weight[block].add_(product)
         self._first = False
 
-    @property
-    def hidden(self) -> torch.Tensor | None:
-        """That of the hidden states in the type that it is added up in, where it is wanted."""
-        return self._hidden
+
 
     @property
     def made(self) -> list[torch.Tensor | None]:
         """What all chunks gave, that of the hidden states in their type."""
-        hidden = None if self._hidden is None else self._hidden.to(self._head.hidden.dtype)
+        hidden = None if self.hidden is None else self.hidden.to(self._head.hidden.dtype)
         return [hidden, self._weight, self._bias]
 
     def _summed_in(self, parameter: torch.Tensor) -> torch.dtype:

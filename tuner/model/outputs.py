@@ -24,8 +24,7 @@ def outputs_seen(modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, t
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = first_tensor(output)
-            if part == "forward" and tensor is not None:
+            if part == "forward" and (tensor := first_tensor(output)) is not None:
                 see(name, tensor)
 
         return after

@@ -18,7 +18,7 @@ from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.few_layers import FewLayers, layers_of
 from tuner.model.root import CausalLM
 from tuner.model.row_layout import Route
-from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
+from tuner.model.transformers_private import attention_of, new_of_class, plain_config, registered
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
 _KEPT = 5  # tokens of the second document that stay when those after them change
@@ -142,8 +142,8 @@ def _isolation(
         how = "without a mask" if root.layout.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
-            adapters, called = _of_adapters(root.model), set[str]()
-            with nullcontext(called) if adapters is None else adapters.calls(root.model) as called:
+            adapters = _of_adapters(root.model)
+            with nullcontext(set[str]()) if adapters is None else adapters.calls(root.model) as called:
                 found = _compare(root, expected, documents[not packed :], changed[not packed :], rounding)
             if found.is_clean and packed and root.layout.route == "batch":  # the shorter one, which is filled up
                 changed = (other[1], torch.cat([documents[0][:_KEPT], other[0][_KEPT:]]))
@@ -289,8 +289,7 @@ def _logits_of(root: CausalLM, documents: Sequence[torch.Tensor], begin: int = 0
         given = scored(root.model, lambda: root.logits(ids, position_ids, lengths, positions))[0]
     else:
         given = root.logits(ids, position_ids, lengths, positions)
-    of_each: tuple[torch.Tensor, ...] = given.float().split(lengths[begin:])
-    return of_each
+    return tuple(given.float().split(lengths[begin:]))
 
 
 def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -349,7 +348,7 @@ def plain_twin(
     tokens) are copied around the same tensors. Kernels that were swapped in are not: they are held to the originals.
     """
     with torch.device("meta"):
-        twin = from_config(model, config or plain_config(model.config), dtype=model.dtype)
+        twin = new_of_class(type(model), config or plain_config(model.config), dtype=model.dtype)
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     _share(twin, model, {**shared, id(model.config): twin.config}, left_out)
     twin.config.use_cache = False

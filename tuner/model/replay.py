@@ -9,11 +9,11 @@ So the first forward notes what it ranked (every `topk` of a layer), and the sec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -33,11 +33,8 @@ def replayed(around: Contexts | None = None) -> Pair:
     They lie inside those of ``around``, where there are such.
     """
     notes: list[Any] = []
-    pair = (_Routing(notes, repeats=False), _Routing(notes, repeats=True))
-    if around is None:
-        return pair
-    outer = around()
-    return _Nested(outer[0], pair[0]), _Nested(outer[1], pair[1])
+    first, second = (nullcontext(), nullcontext()) if around is None else around()
+    return _Routing(notes, first, repeats=False), _Routing(notes, second, repeats=True)
 
 
 def noted(make: Callable[[], Result]) -> Result:
@@ -50,14 +47,18 @@ def noted(make: Callable[[], Result]) -> Result:
 
 
 class _Routing(TorchFunctionMode):
-    """Within, ranks are noted in the order in which they are taken, or, where it ``repeats``, given again."""
+    """Within, ranks are noted in the order in which they are taken, or, where it ``repeats``, given again.
 
-    def __init__(self, notes: list[Any], repeats: bool) -> None:
+    It lies inside the context ``around`` it, and may be entered several times one after the other.
+    """
+
+    def __init__(self, notes: list[Any], around: AbstractContextManager[Any], repeats: bool) -> None:
         super().__init__()
-        self._notes, self._repeats, self._taken = notes, repeats, 0
+        self._notes, self._around, self._repeats, self._taken = notes, around, repeats, 0
         self._token: Token[_Routing | None] | None = None
 
     def __enter__(self) -> _Routing:
+        self._around.__enter__()
         if not self._repeats:
             self._notes.clear()
         self._taken, self._token = 0, _current.set(self)
@@ -70,6 +71,7 @@ class _Routing(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         assert self._token is not None, "it was entered"
         _current.reset(self._token)
+        self._around.__exit__(kind, error, trace)
 
     def next(self, make: Callable[[], Result]) -> Result:
         """What is made now, or was made at this place of the first forward."""
@@ -94,17 +96,7 @@ class _Routing(TorchFunctionMode):
         return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-class _Nested(ExitStack):
-    """Contexts one inside the other, that may be entered several times one after the other."""
 
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        super().__init__()
-        self._contexts = contexts
-
-    def __enter__(self) -> Self:
-        for context in self._contexts:
-            self.enter_context(context)
-        return self
 
 
 _current: ContextVar[_Routing | None] = ContextVar("routing", default=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +30,7 @@ if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
 
 
-def _of_this_process(forwards: int) -> int:
-    return forwards
 
-
-def _nothing() -> None:
-    """Processes that compute whole layers have whole gradients."""
 
 
 @dataclass
@@ -43,7 +39,7 @@ class ModelParts:
 
     loss_kernel: Kernel = output_layer.softmax_into_gradient
     """What turns logits into the loss of training and its gradient."""
-    gradient_scale: Callable[[], torch.Tensor | None] = _nothing
+    gradient_scale: Callable[[], torch.Tensor | None] = lambda: None
     """Under fp16: what a term of the loss is multiplied by in the backward pass of the step, a scalar."""
     router_loss: RouterLoss | None = None
     """What balances the experts of a mixture, where that is part of the loss; it holds sums of the last forward."""
@@ -60,11 +56,12 @@ class ModelParts:
     them); None: a row is on one process."""
     at_gathered_head: Callable[..., Any] | None = None
     """Gathers an output layer that is an FSDP unit of its own, calls :meth:`CausalLM.at_head`, and frees it."""
-    most_forwards: Callable[[int], int] = _of_this_process
+    most_forwards: Callable[[int], int] = lambda forwards: forwards
     """The most forwards that any process takes for its microbatch, by those of this one: all run as many, or a gather
     of shards would wait for ever."""
-    sum_partial_gradients: Callable[[], None] = _nothing
-    """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
+    sum_partial_gradients: Callable[[], None] = lambda: None
+    """Adds up the gradients of which processes that compute a layer together have a part each, once a step;
+    processes that compute whole layers have whole gradients."""
 
     def complete(self, **made: Any) -> None:
         """Take what was made of the model, each field once: the only way to them.
@@ -94,12 +91,8 @@ class CausalLM(nn.Module):
         """Whether layers note what routers say unless they are told not to."""
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        document_lengths: tuple[int, ...],
-        positions: Positions,
-        targets: torch.Tensor,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...],
+        positions: Positions, targets: torch.Tensor,
         objective: Objective[Result] = output_layer.summed_cross_entropy,  # type: ignore[assignment]  # pep 696 comes with 3.13
     ) -> Result:
         """What the ``objective`` makes of the ``positions``: by default the sum of their cross-entropies in nats.
@@ -112,10 +105,7 @@ class CausalLM(nn.Module):
         return self._call_objective(objective, self._selected(hidden, positions), targets)
 
     def logits(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        document_lengths: tuple[int, ...],
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...],
         positions: Positions,
     ) -> torch.Tensor:
         """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped,
@@ -131,11 +121,7 @@ class CausalLM(nn.Module):
         return logits
 
     def next_tokens(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        lasts: torch.Tensor,
-        carried: Carried,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lasts: torch.Tensor, carried: Carried,
         documents: GrowingDocuments | None,
     ) -> torch.Tensor:
         """The likeliest tokens int64 ``[N]`` after the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the
@@ -252,9 +238,9 @@ def _before_output(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Ten
     parts = [] if has_score(model) else _parts_between(model, decoder_of(model), head_layer(model))
     if not parts:
         return None
-    from tuner.model.before_output import BeforeOutput
+    from tuner.model.before_output import before_output
 
-    return BeforeOutput(model, parts)
+    return partial(before_output, model, parts)
 
 
 def _parts_between(whole: nn.Module, decoder: nn.Module, head: nn.Module | None) -> list[nn.Module]:

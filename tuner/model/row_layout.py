@@ -45,9 +45,18 @@ class RowLayout:
         self._scales_by_position = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self.padding_number = _padding_number(model)
         """The padding token's id, where tokens are numbered from it on (RoBERTa and its kin)."""
-        self._rotation = _rotation_of(model)
-        self.mixers = _mixers_of(model)
+        self._rotation: RotationByDocument | None = None
+        """What rotates each document by the factors of its own length, in a model that has several."""
+        if rotates_by_length(model):
+            from tuner.model.longrope import RotationByDocument  # what most models go without
+
+            self._rotation = RotationByDocument(model)
+        self.mixers: Mixers | None = None
         """The layers with a state, such as Mamba's or linear attention's, where there are any."""
+        if keeps_state(model):
+            from tuner.model.mixers import Mixers
+
+            self.mixers = Mixers(model)
         self.takes_positions = takes_positions(model)
         """Without them, tokens are numbered from the start of the row."""
         self.token_mask: torch.Tensor | None = None
@@ -157,21 +166,7 @@ def _count_by_document(model: PreTrainedModel) -> tuple[int, Callable[[nn.Module
     return count_by_document(decoder_of(model), model.config), count_by_class
 
 
-def _rotation_of(model: nn.Module) -> RotationByDocument | None:
-    """What rotates each document by the factors of its own length, in a model that has several."""
-    if not rotates_by_length(model):
-        return None
-    from tuner.model.longrope import RotationByDocument  # what most models go without
 
-    return RotationByDocument(model)
-
-
-def _mixers_of(model: PreTrainedModel) -> Mixers | None:
-    if not keeps_state(model):
-        return None
-    from tuner.model.mixers import Mixers
-
-    return Mixers(model)
 
 
 def _padding_number(model: PreTrainedModel) -> int | None:
@@ -202,24 +197,18 @@ class RowCut(Protocol):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """Ids and positions of a row that can be cut, and the lengths of its documents."""
-        ...
 
     def exchanging(self, documents: Documents, position_ids: torch.Tensor) -> Documents:
         """The documents of a whole row ``[T]``, for layers that see a share of it."""
-        ...
 
     def own(self, of_row: torch.Tensor) -> torch.Tensor:
         """This process's share ``[t, ...]`` of what is there for each position ``[T, ...]``."""
-        ...
 
     def taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Of hidden states ``[t, D]`` on each process those at N positions, in order, in even shares ``[n, D]``."""
-        ...
 
     def whole(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """All of what was taken, ``[N, D]``, from this process's share ``[n, D]``."""
-        ...
 
     def head(self, layer: OutputLayer, count: int) -> OutputLayer:
         """An output layer for shares of N positions."""
-        ...

@@ -25,14 +25,14 @@ def require_scores(config: transformers.PretrainedConfig) -> None:
     """
     kind: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None or isinstance(kind, tuple):
-        raise RecipeError(
-            f"method.kind: reward: transformers has no sequence-classification class for {config.model_type} models",
+        raise _refused(
+            f"transformers has no sequence-classification class for {config.model_type} models",
             hint="choose a model that has one, such as a Llama, Qwen or Gemma",
         )
     classifies = any("ForSequenceClassification" in name for name in config.architectures or ())
     if classifies and config.num_labels != 1:
-        raise RecipeError(
-            f"method.kind: reward: the model has {config.num_labels} labels, and a reward model has one score",
+        raise _refused(
+            f"the model has {config.num_labels} labels, and a reward model has one score",
             hint="choose the causal language model that it was made of",
         )
     config.architectures = [kind.__name__]
@@ -45,10 +45,11 @@ def require_score_layer(model: transformers.PreTrainedModel) -> None:
     layer: Any = getattr(model, "score", None)
     names = [name for name, _ in layer.named_parameters()] if isinstance(layer, nn.Linear) else []
     if names != ["weight"] or layer.out_features != 1:
-        raise RecipeError(
-            f"method.kind: reward: {type(model).__name__} scores otherwise than by one linear layer",
-            hint="choose another model, such as a Llama, Qwen or Gemma",
-        )
+        raise _refused(f"{type(model).__name__} scores otherwise than by one linear layer")
+
+
+def _refused(why: str, hint: str = "choose another model, such as a Llama, Qwen or Gemma") -> RecipeError:
+    return RecipeError(f"method.kind: reward: {why}", hint=hint)
 
 
 @torch.no_grad()
@@ -102,8 +103,5 @@ def hidden_of_class(model: transformers.PreTrainedModel, ids: torch.Tensor) -> t
     found: list[torch.Tensor] = []
     hidden, scores = scored(model, lambda: found.append(model(input_ids=ids[None], use_cache=False).logits))
     if not torch.equal(found[0].flatten(), scores[0, -1].flatten()):
-        raise RecipeError(
-            f"method.kind: reward: {type(model).__name__} scores another token than the last",
-            hint="choose another model, such as a Llama, Qwen or Gemma",
-        )
+        raise _refused(f"{type(model).__name__} scores another token than the last")
     return hidden[0].float()

@@ -136,8 +136,7 @@ def _sha256(stored: Stored) -> str:
     with reading(stored.file), stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
         while left:
-            data = file.read(min(left, _BLOCK_BYTES))
-            if not data:
+            if not (data := file.read(min(left, _BLOCK_BYTES))):
                 raise DataError(f"{stored.file}: ends early")
             digest.update(data)
             left -= len(data)

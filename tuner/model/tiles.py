@@ -44,11 +44,8 @@ def mlps_of(block: nn.Module) -> dict[str, nn.Module]:
 
     Raises RecipeError where one takes more than the row.
     """
-    found = {
-        name: child
-        for name, child in block.named_children()
-        if _NAMES.match(name) and any(parameter.ndim > 1 for parameter in child.parameters())
-    }
+    named = [(name, child) for name, child in block.named_children() if _NAMES.match(name)]
+    found = {name: child for name, child in named if any(parameter.ndim > 1 for parameter in child.parameters())}
     for name, module in found.items():
         taken = inspect.signature(module.forward).parameters.values()
         wanted = [one for one in taken if one.kind < one.VAR_POSITIONAL and one.default is one.empty]
@@ -164,8 +161,7 @@ class _Tiles:
         """What the module makes of a row ``[..., T, D]``: ``[..., T, D]``."""
         size = self.size(row)
         if size >= row.shape[-2]:
-            whole: torch.Tensor = self.of_tile(row)
-            return whole
+            return self.of_tile(row)
         weights = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (row.requires_grad or weights):
             return self.whole(row.detach(), size)
@@ -256,9 +252,7 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) 
 def _replay(device: torch.device) -> Callable[[], Any]:
     """A context with the random numbers and the autocast of here and now."""
     kind = device.type
-    state, on_device = torch.get_rng_state(), None
-    if kind == "cuda":
-        on_device = torch.cuda.get_rng_state(device)
+    state, on_device = torch.get_rng_state(), torch.cuda.get_rng_state(device) if kind == "cuda" else None
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     @contextmanager

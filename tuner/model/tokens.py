@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.errors import RecipeError
+from tuner.model.table import is_plain
 
 _SUMMED_ROWS = 4096
 
@@ -112,11 +113,7 @@ def _ends(model: PreTrainedModel) -> list[Any]:
 
 
 def _known(layer: nn.Module) -> nn.Module:
-    if isinstance(layer, nn.Embedding):
-        plain = type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
-    else:
-        plain = type(layer).forward is nn.Linear.forward
-    if not plain:
+    if not (is_plain(layer) if isinstance(layer, nn.Embedding) else type(layer).forward is nn.Linear.forward):
         raise RecipeError(
             f"tokenizer.add_tokens: rows of a {type(layer).__name__} cannot be trained alone",
             hint="train the whole layer: adapter.modules_to_save",

@@ -131,8 +131,7 @@ def row_tables(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.
     names, embedding = select(patterns, trained, KEY), model.get_input_embeddings()
     tables = {table.weight: table for table in embedding.modules() if isinstance(table, nn.Embedding)}
     for name in names:
-        table = tables.get(trained[name])
-        if table is None:
+        if (table := tables.get(trained[name])) is None:
             raise RecipeError(
                 f"{KEY}: {name} is no embedding of input tokens: every step touches all of its rows",
                 hint="name the input embedding alone, such as embed_tokens",

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -47,8 +47,7 @@ def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dty
         model._weight_conversions = conversions  # type: ignore[assignment]  # it noted those that it used alone
 
 
-@dataclass(frozen=True)
-class FilePlace:
+class FilePlace(NamedTuple):
     """Where the loader puts a tensor of published files: its name after renaming alone, and its place in the model."""
 
     renamed: str
@@ -135,9 +134,8 @@ def _reading_config() -> Any:
             left: dict[str, Any] = {}
             sources: Any = about.get("source_patterns") or ()
             for name, found in tensors.items():
-                weight, source = (
-                    found[0] if isinstance(found, list) else found, sources[0] if len(sources) == 1 else None
-                )
+                weight = found[0] if isinstance(found, list) else found
+                source = sources[0] if len(sources) == 1 else None
                 kept = self.quantization_config.reader.take(model, name, weight, source)
                 missing_keys.discard(name)
                 if kept is not None:
@@ -224,14 +222,13 @@ def keeps_state(model: PreTrainedModel) -> bool:
     By what its class notes for generation, or by kinds of layers in its config: `linear_attention`, `conv`, `hybrid`.
     """
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    stateful: bool = private_attribute(type(model), "_is_stateful", _NEEDS["building"])
+    stateful = bool(private_attribute(type(model), "_is_stateful", _NEEDS["building"]))
     return stateful or any("linear" in kind or "attention" not in kind for kind in kinds)
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether `generate` gives a model a DynamicCache; the others make a cache or state of their own."""
-    takes: bool = private_attribute(type(model), "_supports_default_dynamic_cache", _NEEDS["samples"])()
-    return takes
+    return bool(private_attribute(type(model), "_supports_default_dynamic_cache", _NEEDS["samples"])())
 
 
 def decoder_classes(model: PreTrainedModel) -> set[str]:
@@ -247,9 +244,7 @@ def kept_in_float32(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if found.search(name)}
 
 
-def from_config(model: PreTrainedModel, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """A new model of the same class."""
-    return new_of_class(type(model), config, **options)
+
 
 
 def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
@@ -271,8 +266,7 @@ def commit_of(config: PretrainedConfig) -> str | None:
 
 def computes_in_groups(experts: nn.Module) -> bool:
     """Whether a module of routed experts multiplies by those of all rows at once, and not by one after the other."""
-    name: str | None = private_attribute(experts.config, "_experts_implementation", _NEEDS["experts"])
-    return name != "eager"
+    return bool(private_attribute(experts.config, "_experts_implementation", _NEEDS["experts"]) != "eager")
 
 
 def apply_gate(experts: nn.Module, projected: torch.Tensor) -> torch.Tensor:
@@ -315,12 +309,11 @@ def take_recorders(module: nn.Module) -> list[Recorded]:
 
 def note_recorded(key: str, value: Any) -> None:
     """Note a module's result as its hook would: where the forward that runs was asked for results of that key."""
-    noted = _here.active_record.get()
-    if noted is not None and key in noted and value is not None:
+    if (noted := _here.active_record.get()) is not None and key in noted and value is not None:
         noted[key].append(value)
 
 
 def own_attention(model: PreTrainedModel) -> str:
     """The name of the attention that a model's class chooses for itself."""
     with torch.device("meta"):
-        return attention_of(from_config(model, plain_config(model.config), dtype=model.dtype).config)
+        return attention_of(new_of_class(type(model), plain_config(model.config), dtype=model.dtype).config)

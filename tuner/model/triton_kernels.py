@@ -62,6 +62,15 @@ def _scores(product, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
+def _seen(distance, WINDOW: tl.constexpr):
+    """Whether a query sees a key that lies so many tokens before it."""
+    seen = distance >= 0
+    if WINDOW > 0:
+        seen = seen & (distance < WINDOW)
+    return seen
+
+
+@triton.jit
 def _heads(pointer, rows, token, WIDTH: tl.constexpr, BLOCK: tl.constexpr, end):
     """Rows of one head ``[rows, BLOCK]``: zeros from ``end`` on and beyond the width."""
     columns = tl.arange(0, BLOCK)
@@ -104,10 +113,7 @@ def _forward(  # noqa: PLR0913, PLR0917 - a kernel's arguments are pointers and 
         columns = at + tl.arange(0, OTHERS)
         keys = _heads(key, columns, k_token, D, BLOCK_D, end)
         scores, _ = _scores(tl.dot(own, tl.trans(keys), input_precision=PRECISION), SCALE, CAP)
-        distance = rows[:, None] - columns[None, :]
-        seen = distance >= 0
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
+        seen = _seen(rows[:, None] - columns[None, :], WINDOW)
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(above == float("-inf"), 0.0, above)  # of a row that has seen nothing yet
@@ -151,10 +157,7 @@ def _backward_queries(  # noqa: PLR0913, PLR0917
         columns = at + tl.arange(0, OTHERS)
         keys = _heads(key, columns, k_token, D, BLOCK_D, end)
         scores, bent = _scores(tl.dot(own, tl.trans(keys), input_precision=PRECISION), SCALE, CAP)
-        distance = rows[:, None] - columns[None, :]
-        seen = distance >= 0
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
+        seen = _seen(rows[:, None] - columns[None, :], WINDOW)
         share = tl.where(seen, tl.exp2(scores * LOG2_E - norm[:, None]), 0.0)
         values = _heads(value, columns, v_token, D_VALUE, BLOCK_V, end)
         slopes = share * (tl.dot(up, tl.trans(values), input_precision=PRECISION) - ours[:, None])
@@ -194,10 +197,7 @@ def _backward_keys(  # noqa: PLR0913, PLR0917
             norm = tl.load(normaliser + head * tokens + rows, mask=rows < end, other=0.0)
             theirs = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
             scores, bent = _scores(tl.dot(keys, tl.trans(others), input_precision=PRECISION), SCALE, CAP)
-            distance = rows[None, :] - columns[:, None]
-            seen = (distance >= 0) & (rows < end)[None, :]
-            if WINDOW > 0:
-                seen = seen & (distance < WINDOW)
+            seen = _seen(rows[None, :] - columns[:, None], WINDOW) & (rows < end)[None, :]
             share = tl.where(seen, tl.exp2(scores * LOG2_E - norm[None, :]), 0.0)
             found_value += tl.dot(share.to(up.dtype), up, input_precision=PRECISION)
             slopes = share * (tl.dot(values, tl.trans(up), input_precision=PRECISION) - theirs[None, :])

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,8 +59,7 @@ class InFile:
         return mapped[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True)
-class _Mapping:
+class _Mapping(NamedTuple):
     begin: int
     end: int
     offset: int
@@ -175,8 +174,7 @@ class UnreadWeights:
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
         aside = {name for names in kinds.values() for name in names[1:]}
         sources = {source for name in aside for source in found[name].sources}
-        pattern = _pattern(sources, stored)
-        if pattern is None:
+        if (pattern := _pattern(sources, stored)) is None:
             return {}
         self._names = {name: found[name].pieces for name in found}
         self._aside = frozenset(aside)
@@ -275,8 +273,7 @@ class _Left:
     is_read: bool
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     pieces: tuple[WeightPiece, ...]
     sources: tuple[str, ...]
     """The names of the tensors in the files."""
@@ -357,8 +354,7 @@ def _pattern(names: Collection[str], stored: Collection[str]) -> str | None:
     """
     alike: dict[str, set[str]] = {}
     for name in names:
-        first = re.search(r"\d+", name)
-        if first is None:
+        if (first := re.search(r"\d+", name)) is None:
             return None
         rest = re.sub(r"\\?\d+", r"\\d+", re.escape(name[first.end() :]))
         alike.setdefault(f"{re.escape(name[: first.start()])}%s{rest}", set()).add(first[0])

@@ -65,16 +65,9 @@ def weight_files(name_or_path: str, revision: str | None = None) -> Iterator[Pat
     for name in wanted:
         found = directory / name if directory.is_dir() else _cached(name_or_path, name, revision)
         if found is not None and found.is_file():
-            yield from (file for file in _files_of(found) if directory.is_dir() or file.exists())
-
-
-def _files_of(found: Path) -> Iterator[Path]:
-    """A file of weights, or those that an index names. DataError."""
-    if found.suffix != ".json":
-        yield found
-        return
-    for name in sorted(index_names(found)):
-        yield found.parent / name
+            named = sorted(index_names(found)) if found.suffix == ".json" else [found.name]
+            files = (found.parent / each for each in named)
+            yield from (file for file in files if directory.is_dir() or file.exists())
 
 
 def _cached(name: str, file: str, revision: str | None) -> Path | None:
@@ -222,8 +215,7 @@ def _require_codes(where: str, config: Mapping[str, Any], wanted: "Kind") -> Non
     """Raise RecipeError for files whose weights are quantised otherwise than is wanted."""
     from tuner.model.quantize.published import published_kind
 
-    found = published_kind(config, where)
-    if found not in {None, wanted}:
+    if (found := published_kind(config, where)) not in {None, wanted}:
         raise RecipeError(
             f"model.quantize: {wanted}, but the weights of {where} are published as {found}",
             hint=f"write model.quantize: {found}",
@@ -252,8 +244,7 @@ def layers_with_indexers(config: PretrainedConfig) -> list[str]:
 
 def untrained_indexer(config: PretrainedConfig) -> str | None:
     """A sentence on the indexers of a model, which learn nothing; None where it has none."""
-    kinds = layers_with_indexers(config)
-    if not kinds:
+    if not (kinds := layers_with_indexers(config)):
         return None
     return (
         f"the indexer of its layers ({', '.join(kinds)}) chooses by rank which tokens each one sees: that gives it no "

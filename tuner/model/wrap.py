@@ -71,10 +71,14 @@ def unwrap(module: nn.Module) -> None:
     vars(module).pop(_WRAPPERS, None)
 
 
+def names_in(function: Any) -> tuple[str, ...]:
+    """What a function's own code reads, by name; nothing where it is not one of Python's."""
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
 def wrappers_of(module: nn.Module) -> tuple[Wrapper, ...]:
     """What a module's forward is wrapped in, the innermost first."""
-    found: tuple[Wrapper, ...] = vars(module).get(_WRAPPERS, ())
-    return found
+    return tuple(vars(module).get(_WRAPPERS, ()))
 
 
 @contextmanager

@@ -75,9 +75,7 @@ class AssemblySpec:
 
 
 def assemble(
-    spec: AssemblySpec,
-    model: PreTrainedModel,
-    *,
+    spec: AssemblySpec, model: PreTrainedModel, *,
     inspect: Callable[[CausalLM], None] = lambda root: None,
     meshes: DeviceMeshes = DeviceMeshes(),  # noqa: B008 - frozen
     give_values: Callable[[CausalLM], None] = lambda root: None,

@@ -70,8 +70,7 @@ def check_spread(model: PreTrainedModel, size: int) -> None:
             hint=f"write {_KEY}: 1; parallel.shard: full divides the weights of any model",
         )
     for name, module in found.items():
-        count = _count(module)
-        if count % size:
+        if (count := _count(module)) % size:
             divisors = [str(number) for number in range(2, count + 1) if count % number == 0]
             raise RecipeError(
                 f"{_KEY}: {size} does not divide the {count} experts of {name}",

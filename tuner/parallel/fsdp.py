@@ -6,7 +6,7 @@ And norms of tensors that lie so.
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from math import prod
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, Shard
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
+from tuner.model.wrap import names_in
 from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes, mesh_on
 from tuner.runtime.device import to_device
-from tuner.runtime.parts import Cut, cuts_of, local, part_at
+from tuner.runtime.parts import Cut, TensorPart, cuts_of, local, part_at
 from tuner.runtime.process import gloo_group
 from tuner.runtime.torch_private import each_norm
 
@@ -152,13 +153,9 @@ def _looked_up(embedding: nn.Module, root: CausalLM, mesh: DeviceMesh, tokens: i
 
 def _is_apart(module: nn.Module, root: nn.Module) -> bool:
     """Whether no other module has parameters of this one."""
-    own = {(id(inner), name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)}
-    parameters = set(module.parameters())
-    return not any(
-        parameter in parameters and (id(inner), name) not in own
-        for inner in root.modules()
-        for name, parameter in inner.named_parameters(recurse=False)
-    )
+    inside = set(module.modules())
+    others = (parameter for one in root.modules() if one not in inside for parameter in one.parameters(recurse=False))
+    return set(module.parameters()).isdisjoint(others)
 
 
 def _gather_for_objective(root: CausalLM, head: Any) -> None:
@@ -348,18 +345,12 @@ def _lies_as_declared(parameter: DTensor, dim: int) -> bool:
     own = {axis: Cut(0, cut.parts) for axis, cut in enumerate(cuts) if cut is not None and cut.dim == dim}
     inner = [axis for axis in axes if axis in inner_axes(mesh)]
     as_cut = {axis: own[axis] for axis in inner} | {axis: Cut(0) for axis in axes if axis not in inner}
-    for place in product(*(range(mesh.size(axis)) for axis in axes)):
-        at = dict(zip(axes, place, strict=True))
-        said, done = (
-            part_at(
-                (parameter.shape[dim],), tuple(mesh.size(axis) for axis in order), tuple(order.values()),
-                tuple(at[axis] for axis in order),
-            )
-            for order in (own, as_cut)
-        )
-        if said != done:
-            return False
-    return True
+    def part(order: Mapping[int, Cut], at: Mapping[int, int]) -> TensorPart:
+        sizes = tuple(map(mesh.size, order))
+        return part_at((parameter.shape[dim],), sizes, tuple(order.values()), tuple(at[axis] for axis in order))
+
+    places = (dict(zip(axes, place, strict=True)) for place in product(*(range(mesh.size(axis)) for axis in axes)))
+    return all(part(own, at) == part(as_cut, at) for at in places)
 
 
 # What a unit of FSDP2 gathers in bfloat16, or float16: the weights that autocast would round to it anyway.
@@ -384,20 +375,15 @@ _MULTIPLIED = ("Linear", "Conv1D")
 
 def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
     """The weights of a unit that autocast rounds in every use; none where something else of it is large."""
-    found = set(_multiplied(unit.modules()))
+    read = {id(layer) for owner in unit.modules() if _reads_weights(owner) for layer in owner.children()}
+    multiplied = (one for one in unit.modules() if id(one) not in read and type(one).__name__ in _MULTIPLIED)
+    weights = (getattr(one, "weight", None) for one in multiplied)
+    found = {one for one in weights if isinstance(one, nn.Parameter) and one.dtype == torch.float32}
     rest = [parameter for parameter in unit.parameters() if parameter not in found]
     return set() if any(local(parameter.detach()).numel() > SMALL for parameter in rest) else found
 
 
-def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    whole = list(modules)
-    read = {id(layer) for owner in whole if _reads_weights(owner) for layer in owner.children()}
-    for module in whole:
-        weight = getattr(module, "weight", None)
-        if id(module) in read or type(module).__name__ not in _MULTIPLIED:
-            continue
-        if isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
-            yield weight
+
 
 
 def _reads_weights(owner: nn.Module) -> bool:
@@ -405,8 +391,7 @@ def _reads_weights(owner: nn.Module) -> bool:
 
     LongCat's router multiplies by it in float32, without autocast.
     """
-    forward = inspect.unwrap(type(owner).forward)
-    return "weight" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "weight" in names_in(inspect.unwrap(type(owner).forward))
 
 
 @contextmanager
@@ -418,28 +403,19 @@ def as_trained(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
             unit.reshard()
-            stack.callback(unit.register_forward_pre_hook(_Widened(unit)).remove)
+            own = [(module, *named) for module in unit.modules() for named in module.named_parameters(recurse=False)]
+            stack.callback(unit.register_forward_pre_hook(functools.partial(_widen, own)).remove)
             stack.callback(unit.register_forward_hook(lambda unit, *_: unit.reshard()).remove)
         yield
 
 
-class _Widened:
-    """Puts the weights of a unit as they are trained in the place of those that it has gathered in another type."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        self._own = [
-            (module, name, parameter)
-            for module in unit.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)
-        ]
-
-    def __call__(self, unit: nn.Module, inputs: object) -> None:
-        for module, name, sharded in self._own:
-            gathered = getattr(module, name)
-            if gathered.dtype != sharded.dtype:  # whose shard may lie in the host's memory
-                whole = _unsharded(sharded).to(gathered.device)
-                setattr(module, name, nn.Parameter(whole, requires_grad=False))
+def _widen(own: Sequence[tuple[nn.Module, str, nn.Parameter]], unit: nn.Module, inputs: object) -> None:
+    """Put the weights of a unit as they are trained in the place of those that it has gathered in another type."""
+    for module, name, sharded in own:
+        gathered = getattr(module, name)
+        if isinstance(sharded, DTensor) and gathered.dtype != sharded.dtype:  # the shard may be in the host's memory
+            whole = _unsharded(sharded).to(gathered.device)
+            setattr(module, name, nn.Parameter(whole, requires_grad=False))
 
 
 def _unsharded(sharded: DTensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from tuner.parallel.lookup import gather_parts
 from tuner.runtime.parts import TensorPart, cuts_of, part_at, part_of, pieces_of
 
 
-@dataclass(frozen=True)
-class AxisSplit:
+class AxisSplit(NamedTuple):
     """A dimension of a parameter that an axis of its mesh splits, and the processes along it that this one is among."""
 
     dim: int
@@ -134,8 +133,7 @@ def map_whole_matrices(
     order = sorted(range(len(parts)), key=lambda number: (-layouts[number].shape.numel(), number))
     shared: dict[dist.ProcessGroup, list[int]] = {}
     for number in order:
-        group = layouts[number].group
-        if group is None:
+        if (group := layouts[number].group) is None:
             found[number] = function(parts[number])
         else:
             shared.setdefault(group, []).append(number)

@@ -12,7 +12,7 @@ gradient would move. Forward passes without gradients, of any length on each pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,15 +50,14 @@ class Lookup(LookedUp):
     ) -> None:
         super().__init__(embedding)
         self.mesh, self.tokens, self.touched = mesh, tokens, touched
+        self.group = mesh.get_group(mesh.ndim - 1)
+        """The processes that have a copy of the weight between them."""
         self.step = -(-embedding.num_embeddings // mesh.size(mesh.ndim - 1))
         """Rows of a shard; the last ones may be shorter, or empty."""
         self.whole: torch.Tensor | None = None
         """The whole weight where it is kept: :meth:`keep_whole`."""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The processes that have a copy of the weight between them."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
+
 
     @property
     def shard(self) -> torch.Tensor:
@@ -84,8 +83,7 @@ class Lookup(LookedUp):
     @torch.no_grad()
     def sum_over_copies(self) -> None:
         """Add up the gradients of the copies of the model, where there are several. Collective."""
-        gradient = self.embedding.weight.grad
-        if self.mesh.ndim > 1 and gradient is not None:
+        if self.mesh.ndim > 1 and (gradient := self.embedding.weight.grad) is not None:
             dist.all_reduce(local(gradient), group=self.mesh.get_group(0))
 
     @torch.no_grad()
@@ -179,6 +177,15 @@ def in_parts(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     own, placements = torch.empty(shape, dtype=whole.dtype, device=whole.device), (*[Replicate()] * last, Shard(dim))
     placed = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(placed, requires_grad=whole.requires_grad)
+
+
+def put_in_parts(root: nn.Module, mesh: DeviceMesh, dims: Mapping[torch.Tensor, int]) -> None:
+    """Put parameters in the place of those without storage, each cut along its dim, wherever in a model they are."""
+    made = {whole: in_parts(whole, mesh, dim) for whole, dim in dims.items()}
+    for module in root.modules():
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if parameter in made:
+                setattr(module, name, made[parameter])
 
 
 def lookups(root: nn.Module) -> list[Lookup]:

@@ -45,17 +45,15 @@ def check_cut(model: PreTrainedModel, size: int) -> None:
 
     By its structure and its config: it may be without values.
     """
-    route, why = route_of(model)
-    name = type(model).__name__
-    if why is None and not is_ours(model.config):
-        why = f"{name} attends by functions of its own"
-    elif why is None and keeps_state(model):
-        why = f"{name} has layers that carry a state from token to token"
-    elif why is None and rotates_by_length(model):
-        why = f"{name} rotates documents by factors of their length (longrope)"
-    elif why is None and not takes_positions(model):
-        why = f"{name} numbers tokens from the start of the row"
-    if route != "flat" or why is not None:
+    _, why = route_of(model)
+    in_the_way = {
+        "attends by functions of its own": not is_ours(model.config),
+        "has layers that carry a state from token to token": keeps_state(model),
+        "rotates documents by factors of their length (longrope)": rotates_by_length(model),
+        "numbers tokens from the start of the row": not takes_positions(model),
+    }
+    why = why or next((f"{type(model).__name__} {what}" for what, is_so in in_the_way.items() if is_so), None)
+    if why is not None:
         raise RecipeError(f"parallel.sequence: {size}: rows cannot be cut over processes: {why}", hint=_ALONE)
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int):
@@ -88,17 +86,11 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
     root.parts.complete(cut=SequenceCut(mesh.get_group()))
 
 
-@dataclass(frozen=True, eq=False)
 class SequenceCut:
     """Rows of T tokens, filled up to a multiple of the processes, in equal shares of t positions, in order of ranks."""
 
-    group: Group
-    size: int = field(init=False)
-    rank: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", dist.get_world_size(self.group))
-        object.__setattr__(self, "rank", dist.get_rank(self.group))
+    def __init__(self, group: Group) -> None:
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def fill(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
@@ -162,8 +154,7 @@ class SequenceCut:
         return _moved(parts, None, None, self.group)
 
     def _counts(self, ranks: npt.NDArray[np.int64]) -> list[int]:
-        counts: list[int] = np.bincount(ranks, minlength=self.size).tolist()
-        return counts
+        return list(np.bincount(ranks, minlength=self.size).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,8 +215,7 @@ class AllToAllHeads:
         parts = [tensor[0].unflatten(0, (self.cut.size, -1)) for tensor in tensors]
         received = self.cut.exchanged(torch.cat(parts, 1))
         whole = received.transpose(0, 1).flatten(1, 2)[None]
-        split: Sequence[torch.Tensor] = whole.split([part.shape[1] for part in parts], 1)
-        return split
+        return tuple(whole.split([part.shape[1] for part in parts], 1))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ BLOCK = 4 << 20
 READERS = 4
 
 
-@dataclass(frozen=True)
-class _Landing:
+class _Landing(NamedTuple):
     """A block that is being read, and where its elements go."""
 
     block: torch.Tensor
@@ -194,8 +193,7 @@ def _read(local: torch.Tensor, part: TensorPart, pieces: Sequence[WeightPiece], 
     """Give a process its part of a tensor out of files: rows by blocks; of parts of rows no more than these."""
     for box in part.boxes:
         for piece in pieces:
-            common = box.common(piece.box)
-            if common is None:
+            if (common := box.common(piece.box)) is None:
                 continue
             target = common.within(local)
             there = piece.of(common, blocks.content(piece.place.path))

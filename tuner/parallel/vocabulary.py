@@ -13,7 +13,6 @@ Chunks are cut by the process that has most rows and least memory: all of them c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.exchange import entered
 from tuner.parallel.fsdp import sharded_like
-from tuner.parallel.lookup import gather_parts, in_parts
+from tuner.parallel.lookup import gather_parts, put_in_parts
 from tuner.runtime.device import gpu_memory, is_traced
 from tuner.runtime.parts import local
 
@@ -43,11 +42,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
         return
     head = head_layer(root.model)
     layer: Any = head.base_layer if isinstance(head, TrainableTokens) else head
-    rows = {parameter: in_parts(parameter, mesh, 0) for parameter in layer.parameters(recurse=False)}
-    for module in root.modules():
-        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            if parameter in rows:
-                setattr(module, name, rows[parameter])
+    put_in_parts(root, mesh, dict.fromkeys(layer.parameters(recurse=False), 0))
     parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
     root.parts.complete(vocabulary=parts)
     wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, output_layer.PLAIN, None), hidden))
@@ -55,8 +50,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
 
 def _least_memory(mesh: DeviceMesh) -> int | None:
     """Bytes of the smallest GPU among the processes; None on CPUs. Collective."""
-    there = gpu_memory(torch.empty(0, device=mesh.device_type))
-    if there is None or is_traced():
+    if (there := gpu_memory(torch.empty(0, device=mesh.device_type))) is None or is_traced():
         return there
     least = torch.tensor(there, device=mesh.device_type)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
@@ -79,35 +73,20 @@ class Softmax(NamedTuple):
         return self.total.log() - (self.wanted - self.largest)
 
 
-@dataclass(frozen=True)
 class VocabularyParts:
-    """Which rows of an output layer's weight ``[V, D]`` each process of an axis has; all methods are collective."""
+    """Which rows of an output layer's weight ``[V, D]`` each process of an axis has; all methods are collective.
 
-    mesh: DeviceMesh
-    """Of one axis."""
-    vocabulary: int
-    memory: int | None = None
-    """Bytes of the smallest GPU among the processes."""
+    The mesh has one axis; ``memory`` is that of the smallest GPU among the processes, in bytes.
+    """
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The processes."""
-        return self.mesh.get_group()
-
-    @property
-    def longest(self) -> int:
+    def __init__(self, mesh: DeviceMesh, vocabulary: int, memory: int | None = None) -> None:
+        self.mesh, self.group, self.vocabulary, self.memory = mesh, mesh.get_group(), vocabulary, memory
+        self.longest = -(-vocabulary // mesh.size())
         """Rows of the first process; none has more."""
-        return -(-self.vocabulary // self.mesh.size())
-
-    @property
-    def first(self) -> int:
+        self.first = min(vocabulary, mesh.get_local_rank() * self.longest)
         """The first row that this process has, or would have."""
-        return min(self.vocabulary, self.mesh.get_local_rank() * self.longest)
-
-    @property
-    def count(self) -> int:
+        self.count = min(self.longest, vocabulary - self.first)
         """Rows of this process; none where there are few."""
-        return min(self.longest, self.vocabulary - self.first)
 
     def layer(
         self, head: Any, transform: output_layer.LogitTransform, scale: torch.Tensor | None

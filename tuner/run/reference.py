@@ -25,7 +25,6 @@ from tuner.data.batches import Batch, collate
 from tuner.data.building.columns import Columns
 from tuner.data.prepared import PackedRows, Row
 from tuner.errors import VerificationError, counted
-from tuner.model.adaptable import exact_weight
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.experts import LORA_B
 from tuner.parallel.fsdp import sync_gradients
@@ -252,7 +251,7 @@ def _adapted_from_the_start(state: TrainState) -> list[str]:
     for name, layer in lora_layers(model):
         if layer.lora_magnitude_vector:
             length = whole(layer.lora_magnitude_vector[ADAPTER].weight)
-            weight = whole(exact_weight(layer.get_base_layer()))
+            weight = whole(layer.get_base_layer().weight.float())
             rows = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
             off = float(((length - rows).abs() / rows.clamp_min(torch.finfo(rows.dtype).tiny)).max())
             if not off <= LENGTH_ROUNDINGS:

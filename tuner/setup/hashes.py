@@ -36,7 +36,7 @@ SETTLED_NS = 2_000_000_000
 
 
 class FrozenHash:
-    """SHA-256 of what of a model is not trained (:func:`~tuner.model.freeze.frozen_hash`), once it is called.
+    """SHA-256 of what of a model is not trained (:func:`~tuner.model.freeze.frozen_tensors`), once it is called.
 
     A thread computes it from now on, of the tensors as they lie in the host's memory: they may go to a device
     meanwhile. A process that ends without it waits for the tensor at work alone. On a CPU, whose cores train, it takes
@@ -70,7 +70,7 @@ class FrozenHash:
 
 
 def known_weights_hash(model: PreTrainedModel, cache: str | None, unread: UnreadWeights | None = None) -> str:
-    """:func:`~tuner.model.freeze.weights_hash`, by what is known of the files."""
+    """SHA-256 of all weights of a model, by what is known of the files."""
     return str(hash_of_frozen(_contents(all_tensors(model), cache, torch.get_num_threads(), unread)))
 
 

@@ -43,10 +43,10 @@ class WeightFacts:
     """What was found when a model was built: facts of its weights, as checkpoints note them, not parts of it."""
 
     frozen_hash: Callable[[], str | None]
-    """Gives the SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not
+    """Gives the SHA-256 of what is not trained (:class:`~tuner.setup.hashes.FrozenHash`), which checkpoints do not
     hold, once it is known; of a model that several processes hold, on rank 0."""
     weights_hash: str | None = None
-    """SHA-256 of all weights as they were built (:func:`~tuner.model.freeze.weights_hash`), where a reference is
+    """SHA-256 of all weights as they were built (:func:`~tuner.setup.hashes.known_weights_hash`), where a reference is
     computed with them."""
     untouched: Mapping[str, Any] | None = None
     """Of the language model of a multimodal checkpoint: what its files hold besides (numbers, bytes, SHA-256)."""

@@ -69,8 +69,8 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
     with _whole(root), _in_float32(root):
-        # Side by side they would be filled up, and round otherwise than alone; or, with attention of the class's own, be
-        # one text, which may be longer than its positions go.
+        # Side by side they would be filled up, and round otherwise than alone; or, where the class attends its own way,
+        # be one text, which may be longer than its positions go.
         is_one_row = root.layout.route == "flat" and root.layout.takes_documents
         rows = [probes] if is_one_row else [[probe] for probe in probes]
         logits = torch.cat([_last_logits(root, row, device) for row in rows])

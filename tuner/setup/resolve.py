@@ -223,14 +223,9 @@ def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
         register(model.use)
     has_reference = reference_of(recipe.method) is not None
     head, random_init = head_of(recipe.method), model.init == "random"
-    spec = ModelSpec(
-        model.name_or_path, model.revision, random_init, model.config, new_ids, without_dropout=has_reference, head=head
+    return ModelSpec(
+        model.name_or_path, model.revision, random_init, model.config, new_ids, has_reference, head, quantize_of(recipe)
     )
-    if (quantize := quantize_of(recipe)) is None:
-        return spec
-    from tuner.model.quantize.layers import ReadingQuantizer
-
-    return replace(spec, quantize=ReadingQuantizer(quantize))
 
 
 def quantize_of(recipe: Recipe) -> "QuantizeSpec | None":

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GemmaConfig, LlamaC
 from transformers.models.llama import modeling_llama
 
 from tests.fixtures.packed import masked_attention
+from tests.model.tiny import taken
 from tuner.model import attention
 from tuner.model.documents import Documents
 from tuner.model.native import attention as native
@@ -185,7 +186,7 @@ def logits(of: nn.Module, rows: int = 1) -> torch.Tensor:
 def test_a_model_is_the_same_and_under_autocast_too(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, calls = model(config), model(config), []
     expected = logits(one)
-    assert apply_native_rotation(other) == 2
+    assert taken(apply_native_rotation, other) == 2
     real = native.native_rotary
     monkeypatch.setattr(native, "native_rotary", lambda *given: (calls.append(given[3]), real(*given))[1])
     found = logits(other)
@@ -212,15 +213,15 @@ def test_what_the_kernel_does_not_take_is_left_to_the_module(monkeypatch: pytest
 
 
 def test_only_layers_that_are_shown_to_be_the_same_are_changed() -> None:
-    assert apply_native_rotation(model(CohereConfig(**SIZES))) == 0  # neighbours are turned there, not halves
+    assert taken(apply_native_rotation, model(CohereConfig(**SIZES))) == 0  # neighbours are turned there, not halves
     part = model(PhiConfig(**SIZES, partial_rotary_factor=0.5))  # a part of each head is turned
     before = logits(part)
-    assert apply_native_rotation(part) == 2
+    assert taken(apply_native_rotation, part) == 2
     torch.testing.assert_close(logits(part), before)
     layers = model(LlamaConfig(**SIZES))
     swapped = layers.model.layers[0].self_attn  # type: ignore[union-attr, index]
     swapped.forward = types.MethodType(type(swapped).forward, swapped)  # type: ignore[union-attr, assignment]
-    assert apply_native_rotation(layers) == 1
+    assert taken(apply_native_rotation, layers) == 1
 
 
 def test_the_architecture_itself_stays_as_it_is() -> None:
@@ -233,7 +234,7 @@ def test_the_architecture_itself_stays_as_it_is() -> None:
 def test_it_is_found_without_weights_as_well() -> None:
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    assert apply_native_rotation(bare) == 2
+    assert taken(apply_native_rotation, bare) == 2
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from tests.model.tiny import taken
 from tuner.model.kernels import native_into_gradient
 from tuner.model.native import layers, library
 from tuner.model.native.layers import apply_native_gates, apply_native_norms, native_rms_norm, native_swiglu
@@ -42,7 +43,7 @@ def test_equals_transformers(columns: int, inputs: torch.dtype, weights: torch.d
     exact, factor = (tensor.detach().double().requires_grad_() for tensor in (source, module.weight))
     expected = factor * exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
     wanted = [expected, *torch.autograd.grad(expected, (exact, factor), upstream.double())]
-    assert apply_native_norms(module) == 1
+    assert taken(apply_native_norms, module) == 1
     output = module(source)
     found = [output, *torch.autograd.grad(output, (source, module.weight), upstream)]
     assert [t.dtype for t in found] == [own.dtype, inputs, weights] and output.shape == own.shape
@@ -68,8 +69,8 @@ def test_only_norms_that_are_shown_to_be_the_same_are_changed() -> None:
 
     same = nn.ModuleList([norm(LlamaRMSNorm, 8), norm(Qwen3RMSNorm, 8)])
     others = nn.ModuleList([Gemma3RMSNorm(8), OtherRMSNorm(8), nn.LayerNorm(8)])
-    assert apply_native_norms(same) == 2
-    assert apply_native_norms(others) == 0
+    assert taken(apply_native_norms, same) == 2
+    assert taken(apply_native_norms, others) == 0
     source = torch.randn(3, 8)
     expected = Olmo2RMSNorm(8)(source)
     module = Olmo2RMSNorm(8)
@@ -142,7 +143,7 @@ def test_the_module_is_the_same_and_under_autocast_too() -> None:
     torch.manual_seed(0)
     module, source = LlamaMLP(LlamaConfig(**SIZES)), torch.randn(2, 5, 8)
     own, halved = module(source), _halved(module, source)
-    assert apply_native_gates(module) == 1
+    assert taken(apply_native_gates, module) == 1
     torch.testing.assert_close(module(source), own)
     assert torch.equal(_halved(module, source), halved)
     double = module.double()(source.double())
@@ -179,15 +180,15 @@ def test_only_what_is_shown_to_be_the_same_is_changed() -> None:
     swapped.forward = swapped.forward  # type: ignore[method-assign]  # somebody's own, whatever it does
     gelu = LlamaMLP(LlamaConfig(**SIZES, hidden_act="gelu"))
     others = nn.ModuleList([_Between(config), _Capped(config), swapped, gelu, GemmaMLP(GemmaConfig(**SIZES))])
-    assert apply_native_gates(others) == 0
-    assert apply_native_gates(nn.ModuleList([LlamaMLP(config), *others])) == 1
+    assert taken(apply_native_gates, others) == 0
+    assert taken(apply_native_gates, nn.ModuleList([LlamaMLP(config), *others])) == 1
 
 
 def test_it_is_found_without_weights_as_well() -> None:
     with torch.device("meta"):
         same, other = LlamaMLP(LlamaConfig(**SIZES)), _Between(LlamaConfig(**SIZES))
-    assert apply_native_gates(same) == 1
-    assert apply_native_gates(other) == 0
+    assert taken(apply_native_gates, same) == 1
+    assert taken(apply_native_gates, other) == 0
 
 
 def test_the_branches_alone_are_kept_for_the_backward_pass() -> None:

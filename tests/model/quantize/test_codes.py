@@ -17,6 +17,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.model.native import library
 from tuner.model.quantize import codes as module
 from tuner.model.quantize.codes import BLOCK, HUGE, TINY, TYPES, Kind, Quantized, dequantize, quantize
+from tuner.model.quantize.layers import QuantizeSpec
 from tuner.model.quantize.linear import dequantized
 
 KINDS: tuple[Kind, Kind] = ("nf4", "int8")
@@ -82,7 +83,7 @@ def test_values_are_near_in_every_block_of_every_shape(
     assert found.codes.shape == (rows, module.code_columns(kind, columns))
     assert found.codes.dtype == module.code_type(kind)
     assert found.scales.shape == (rows, module.scale_columns(columns)) and found.scales.dtype == torch.float32
-    assert found.kind == kind == module.kind_of(found.codes)
+    assert kind == module.kind_of(found.codes)
     assert same(quantize(weight, kind, native=True), found)
     largest = found.scales.repeat_interleave(BLOCK, 1)[:, :columns].double()
     apart = (back(found).double() - weight.double()).abs()
@@ -151,7 +152,7 @@ def test_what_is_no_weight_is_refused(weight: torch.Tensor) -> None:
 
 
 def test_the_recipe_of_the_quantiser() -> None:
-    assert module.recipe_of("nf4") == {"kind": "nf4", "block": 64, "scales": "float32", "version": 1}
+    assert QuantizeSpec("nf4").facts() == {"kind": "nf4", "block": 64, "scales": "float32", "version": 1}
 
 
 IN_INTERPRETER = ((3, 2), (17, 65), (2, 191))

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn import functional
 from transformers import Glm4MoeConfig, PreTrainedModel
 
+from tests.fixtures.hashes import frozen_hash, weights_hash
 from tests.model.tiny import family_model, tiny_config
 from tuner.errors import DataError, RecipeError
 from tuner.model.adapter import LoraSpec, add_lora, lora_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.flops import training_flops
-from tuner.model.freeze import frozen_hash, weights_hash
 from tuner.model.quantize import layers as quantizing
 from tuner.model.quantize.codes import Kind, dequantize, quantize
-from tuner.model.quantize.layers import QuantizeSpec, ReadingQuantizer, quantizable, quantize_, quantized_layers
+from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantize_, quantized_layers
 from tuner.model.quantize.linear import QuantizedLinear
 
 ALL = LoraSpec(r=2, alpha=4, dropout=0.0, target_modules="all-linear")
@@ -39,7 +39,7 @@ def published(directory: Path, kind: str = "llama-tied") -> str:
 
 def model_spec(path: str | Path, spec: QuantizeSpec | None) -> ModelSpec:
     """The model of a directory, quantised while it is read."""
-    return ModelSpec(str(path), quantize=None if spec is None else ReadingQuantizer(spec))
+    return ModelSpec(str(path), quantize=spec)
 
 
 def dequantised(model: PreTrainedModel) -> PreTrainedModel:

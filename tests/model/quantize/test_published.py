@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fixtures import tables
+from tests.fixtures.hashes import frozen_hash
 from tests.model.quantize.drawn import blocks
 from tests.model.quantize.test_layers import IDS, dequantised, model_spec
 from tests.model.tiny import tiny_config
 from tuner.errors import DataError, RecipeError
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model, model_config
-from tuner.model.freeze import frozen_hash
 from tuner.model.quantize.codes import Kind, dequantize, nf4_values, quantize
 from tuner.model.quantize.layers import QuantizeSpec, quantized_layers
 from tuner.model.quantize.published import dequantized_as_stored, grouped, published_kind, read

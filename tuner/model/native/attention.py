@@ -16,7 +16,7 @@ from torch import nn
 from tuner.model import attention_ops as ops
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
-from tuner.model.wrap import Wrapper, wrap
+from tuner.model.wrap import Wrapper, names_in, wrap
 
 _ROTATION, _BY_KERNEL = "apply_rotary_pos_emb", "_tuner_rotation_by_kernel"
 """Transformers' name for it in the module of each architecture."""
@@ -109,12 +109,11 @@ def native_rotary(
     return output.transpose(0, 1)
 
 
-@native_rotary.register_fake
-def _turned_heads(
-    source: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype, back: bool
-) -> torch.Tensor:
-    heads, tokens, width = source.shape
-    return source.new_empty(tokens, heads, width, dtype=dtype).transpose(0, 1)
+native_rotary.register_fake(
+    lambda source, cosine, sine, dtype, back: (
+        source.new_empty(source.shape[1], len(source), source.shape[2], dtype=dtype).transpose(0, 1)
+    )
+)
 
 
 def _remember_rotation(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -130,23 +129,19 @@ def _differentiate_rotation(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Ten
 native_rotary.register_autograd(_differentiate_rotation, setup_context=_remember_rotation)
 
 
-def apply_native_rotation(model: nn.Module) -> int:
+def apply_native_rotation(model: nn.Module) -> None:
     """Let the model's layers turn queries and keys by the kernel where it is shown to give what theirs gives.
 
-    Returns how many. A layer counts that calls its architecture's own function, which gives the kernel's result for
-    random heads and angles. That layer alone calls the kernel: the architecture's own function stays as it is.
+    Such a layer calls its architecture's own function, which gives the kernel's result for random heads and angles.
+    That layer alone calls the kernel: the architecture's own function stays as it is.
     """
-    count = 0
     for module in model.modules():
         own: Any = type(module).forward
-        names = getattr(getattr(own, "__code__", None), "co_names", ())
         rotation = getattr(own, "__globals__", {}).get(_ROTATION)
-        if _ROTATION not in names or rotation is None or "forward" in vars(module):
+        if _ROTATION not in names_in(own) or rotation is None or "forward" in vars(module):
             continue
         if _is_same_rotation(rotation):
             wrap(module, Wrapper.KERNEL, _calling(own).__get__(module))
-            count += 1
-    return count
 
 
 @cache

@@ -83,24 +83,20 @@ def _differentiate_norm(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tu
 native_rms_norm.register_autograd(_differentiate_norm, setup_context=_remember_norm)
 
 
-def apply_native_norms(model: nn.Module) -> int:
-    """Let the model's norms be computed by the kernel where it is shown to give what they give; returns how many.
+def apply_native_norms(model: nn.Module) -> None:
+    """Let the model's norms be computed by the kernel where it is shown to give what they give.
 
-    A class counts whose own forward gives, for random rows and weights of both types, the kernel's result.
+    A class is such whose own forward gives, for random rows and weights of both types, the kernel's result.
     """
     proven: dict[tuple[type, int, float], bool] = {}
-    count = 0
     for module in model.modules():
-        epsilon = _epsilon(module)
-        if epsilon is None:
+        if (epsilon := _epsilon(module)) is None:
             continue
         key = (type(module), len(module.weight), epsilon)  # type: ignore[arg-type]
         if key not in proven:
             proven[key] = _is_same_norm(module, len(module.weight), epsilon)  # type: ignore[arg-type]
         if proven[key]:
             wrap(module, Wrapper.KERNEL, _norm_forward(module, epsilon))
-            count += 1
-    return count
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -127,13 +123,12 @@ def _is_same_norm(module: nn.Module, columns: int, epsilon: float) -> bool:
 
 
 def _norm_forward(module: nn.Module, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    own = module.forward
+    own: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         weight = module.weight
         if hidden_states.is_cuda or hidden_states.dtype not in TYPES or weight.dtype not in TYPES:
-            computed: torch.Tensor = own(hidden_states)
-            return computed
+            return own(hidden_states)
         normal: torch.Tensor = native_rms_norm(hidden_states, weight, epsilon)[0]
         return normal
 
@@ -172,17 +167,14 @@ native_swiglu.register_autograd(
 )
 
 
-def apply_native_gates(model: nn.Module) -> int:
-    """Let the model's gated layers take the kernel where it is shown to give what they give; returns how many.
+def apply_native_gates(model: nn.Module) -> None:
+    """Let the model's gated layers take the kernel where it is shown to give what they give.
 
-    A module counts whose own forward, between projections that only scale, gives the kernel's result.
+    A module is such whose own forward, between projections that only scale, gives the kernel's result.
     """
-    count = 0
     for module in model.modules():
         if {name for name, _ in module.named_children()} >= _PROJECTIONS and _is_same_gate(module):
             wrap(module, Wrapper.KERNEL, _gate_forward(module))
-            count += 1
-    return count
 
 
 class Factor(nn.Module):

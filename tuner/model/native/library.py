@@ -104,8 +104,7 @@ def compiled(sources: Sequence[Path], headers: Sequence[Path]) -> Path:
     the processor; in a directory that only this user may write to. Several processes may ask for it at one time.
     Raises MachineError where it cannot be had.
     """
-    compiler = c_compiler()
-    if compiler is None:
+    if (compiler := c_compiler()) is None:
         raise MachineError("there is no C compiler (cc, gcc, clang)", hint="install one, or write model.kernels: torch")
     directory = _private_directory()
     target = directory / f"{_key(compiler, [*sources, *headers])}.so"

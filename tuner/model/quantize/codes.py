@@ -45,10 +45,12 @@ class Quantized:
     scales: torch.Tensor
     columns: int
 
-    @property
-    def kind(self) -> Kind:
-        """What the codes are: their type says it."""
-        return kind_of(self.codes)
+    @staticmethod
+    def empty(weight: torch.Tensor, kind: Kind) -> "Quantized":
+        """Memory for those of a weight ``[out, columns]``, on its device."""
+        rows, columns = weight.shape
+        codes = weight.new_empty(rows, code_columns(kind, columns), dtype=code_type(kind))
+        return Quantized(codes, weight.new_empty(rows, scale_columns(columns), dtype=torch.float32), columns)
 
 
 def kind_of(codes: torch.Tensor) -> Kind:
@@ -61,9 +63,7 @@ def code_type(kind: Kind) -> torch.dtype:
     return torch.uint8 if kind == "nf4" else torch.int8
 
 
-def recipe_of(kind: Kind) -> dict[str, str | int]:
-    """All that codes and scales of a weight depend on but the weight; a checkpoint keeps it next to the base's hash."""
-    return {"kind": kind, "block": BLOCK, "scales": "float32", "version": 1}
+
 
 
 def code_columns(kind: Kind, columns: int) -> int:
@@ -87,18 +87,16 @@ def quantize(weight: torch.Tensor, kind: Kind, name: str = "weight", native: boo
     if weight.ndim != 2 or 0 in weight.shape or weight.dtype not in TYPES or kind not in get_args(Kind):
         raise RecipeError(f"{name}: a {weight.dtype} of shape {[*weight.shape]} cannot be quantised to {kind}")
     rows, columns = weight.shape
-    codes = torch.empty(rows, code_columns(kind, columns), dtype=code_type(kind), device=weight.device)
-    scales = torch.empty(rows, scale_columns(columns), dtype=torch.float32, device=weight.device)
+    found, fill = Quantized.empty(weight, kind), _fill_in_c if native and weight.device.type == "cpu" else _fill
     step = max(1, _AT_ONCE // columns)
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        bad = (_fill_in_c if native and weight.device.type == "cpu" else _fill)(weight[part], codes[part], scales[part])
-        if bad is not None:
+        if (bad := fill(weight[part], found.codes[part], found.scales[part])) is not None:
             raise DataError(
                 f"{name}: row {first + bad} holds NaN, infinity or a number above 1.3e36: it cannot be quantised",
                 hint="the model's files are damaged, or it diverged in training: choose another checkpoint of it",
             )
-    return Quantized(codes, scales, columns)
+    return found
 
 
 @torch.no_grad()

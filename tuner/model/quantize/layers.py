@@ -18,7 +18,7 @@ from tuner.model.build import head_layer
 from tuner.model.flops import n_experts
 from tuner.model.freeze import select
 from tuner.model.quantize import published
-from tuner.model.quantize.codes import Kind, recipe_of
+from tuner.model.quantize.codes import BLOCK, Kind
 from tuner.model.quantize.linear import QuantizedLinear
 from tuner.model.stored import Stored, stored_tensors, weights_directory
 from tuner.model.transformers_private import keep_as_made, kept_in_float32
@@ -36,7 +36,16 @@ class QuantizeSpec:
 
     def facts(self) -> dict[str, Any]:
         """What says, with the unquantised weights, which codes and scales there are: a checkpoint notes it."""
-        return {**recipe_of(self.kind)}
+        return {"kind": self.kind, "block": BLOCK, "scales": "float32", "version": 1}
+
+    def reader(self, name_or_path: str, revision: str | None) -> "QuantizedReading":
+        """What is given the weights of a model's files one by one."""
+        is_stored = holds_codes(name_or_path, revision)
+        return QuantizedReading(self, PublishedCodes(name_or_path, revision) if is_stored else None)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Quantise what is not yet, in place."""
+        quantize_(model, self)
 
 
 def quantizable(model: PreTrainedModel, kept: Sequence[str] = ()) -> dict[str, nn.Linear]:
@@ -194,24 +203,3 @@ class QuantizedReading:
         made = QuantizedLinear(layer, held)
         keep_as_made(made)
         model.set_submodule(name, made)
-
-
-@dataclass(frozen=True)
-class ReadingQuantizer:
-    """Quantises a base while it is read: the `quantize` of a model's spec."""
-
-    spec: QuantizeSpec
-
-    @property
-    def kind(self) -> Kind:
-        """What weights become."""
-        return self.spec.kind
-
-    def reader(self, name_or_path: str, revision: str | None) -> QuantizedReading:
-        """What is given the weights of a model's files one by one."""
-        is_stored = holds_codes(name_or_path, revision)
-        return QuantizedReading(self.spec, PublishedCodes(name_or_path, revision) if is_stored else None)
-
-    def finish(self, model: PreTrainedModel) -> None:
-        """Quantise what is not yet, in place."""
-        quantize_(model, self.spec)

@@ -19,7 +19,7 @@ from torch import nn
 
 from tuner.model.freeze import Content, content_of
 from tuner.model.quantize import codes as plain
-from tuner.model.quantize.codes import BLOCK, Kind, Quantized, code_columns, code_type, kind_of, quantize, scale_columns
+from tuner.model.quantize.codes import BLOCK, Kind, Quantized, code_columns, kind_of, quantize
 from tuner.runtime.device import is_traced, target, triton_problem
 
 
@@ -36,9 +36,7 @@ def dequantized(
     return output
 
 
-@dequantized.register_fake
-def _weight(codes: torch.Tensor, _: torch.Tensor, columns: int, dtype: torch.dtype, native: bool) -> torch.Tensor:
-    return codes.new_empty(codes.shape[0], columns, dtype=dtype)
+dequantized.register_fake(lambda codes, scales, columns, dtype, _: codes.new_empty(len(codes), columns, dtype=dtype))
 
 
 def fill(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, native: bool = False) -> None:
@@ -109,9 +107,7 @@ def quantized_product(
     return result.view(*source.shape[:-1], len(codes))
 
 
-@quantized_product.register_fake
-def _result(source: torch.Tensor, codes: torch.Tensor, *_: Any) -> torch.Tensor:
-    return source.new_empty(*source.shape[:-1], codes.shape[0])
+quantized_product.register_fake(lambda source, codes, *_: source.new_empty(*source.shape[:-1], len(codes)))
 
 
 @torch.library.custom_op("tuner::quantized_linear_backward", mutates_args=())
@@ -144,9 +140,7 @@ def gradient_into(
             torch.mm(rows, weight, out=part)
 
 
-@_backward.register_fake
-def _gradient(upstream: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int, _: bool) -> torch.Tensor:
-    return upstream.new_empty(*upstream.shape[:-1], columns)
+_backward.register_fake(lambda upstream, codes, scales, columns, _: upstream.new_empty(*upstream.shape[:-1], columns))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -220,7 +214,7 @@ class QuantizedLinear(nn.Linear):
         not finite.
         """
         if weight.is_meta:
-            return QuantizedLinear(layer, _without_values(weight.shape[0], weight.shape[1], kind))
+            return QuantizedLinear(layer, Quantized.empty(weight, kind))
         return QuantizedLinear(layer, quantize(weight, kind, name, native), content_of(weight))
 
     @property
@@ -229,11 +223,7 @@ class QuantizedLinear(nn.Linear):
 
         Rounded to the base's type it would be another weight than that of the product: DoRA's lengths are of this one.
         """
-        return self.dequantized(torch.float32)
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same, computed in float32 and rounded to ``dtype``."""
-        found: torch.Tensor = dequantized(self.codes, self.scales, self.in_features, dtype, self.native)
+        found: torch.Tensor = dequantized(self.codes, self.scales, self.in_features, torch.float32, self.native)
         return found
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear calls it
@@ -243,9 +233,3 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Sizes, and what the codes are."""
         return f"{super().extra_repr()}, {kind_of(self.codes)}"
-
-
-def _without_values(rows: int, columns: int, kind: Kind) -> Quantized:
-    """Codes and scales of a weight of this shape on the meta device."""
-    codes = torch.empty(rows, code_columns(kind, columns), dtype=code_type(kind), device="meta")
-    return Quantized(codes, torch.empty(rows, scale_columns(columns), device="meta", dtype=torch.float32), columns)

@@ -7,9 +7,8 @@ Beside a weight's codes (`weight`) a file holds, under the weight's name and a d
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ def published_kind(config: Mapping[str, Any], where: str) -> Kind | None:
 
     ``where`` is the file, for the messages. Raises RecipeError for formats that are not read, by name.
     """
-    about = config.get("quantization_config")
-    if not about:
+    if not (about := config.get("quantization_config")):
         return None
     method = str(about.get("quant_method", "")) if isinstance(about, Mapping) else ""
     if method not in {"bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"}:
@@ -107,8 +105,7 @@ def dequantized_as_stored(name: str, parts: Mapping[str, torch.Tensor]) -> torch
     return (values * each).view(rows, columns).to(state.dtype)
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """What the JSON of a stored weight says: its shape, its type before, its blocks and those of its scales."""
 
     shape: tuple[int, int]
@@ -168,8 +165,7 @@ def _of_8_bits(name: str, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
         raise DataError(f"{name}: its codes are {codes.dtype} of {[*codes.shape]}, its SCB of {[*scales.shape]}")
     if not bool(torch.isfinite(scales).all()):
         raise DataError(f"{name}: its SCB is not finite")
-    layout = parts.get("weight_format")
-    if layout is not None and int(layout) != 0:
+    if (layout := parts.get("weight_format")) is not None and int(layout) != 0:
         raise RecipeError(
             f"{name}: its codes lie in tiles of one kind of GPU (weight_format {int(layout)}), not in rows",
             hint=_UNQUANTISED,

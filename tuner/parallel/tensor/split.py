@@ -25,7 +25,7 @@ from tuner.model.table import LookedUp, is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.exchange import Group, entered, gathered, own_part, summed
-from tuner.parallel.lookup import in_parts
+from tuner.parallel.lookup import put_in_parts
 from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
 from tuner.runtime.parts import local
@@ -43,22 +43,22 @@ def split_layers(root: CausalLM, mesh: DeviceMesh) -> None:
     for part in parts:
         splitter.split(part)
     splitter.split_embedding(root)
-    splitter.place(root)
+    put_in_parts(root, mesh, splitter.dims)
     root.parts.complete(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
 
 
 class _Splitter:
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.group = mesh, mesh.get_group()
+        self.group = mesh.get_group()
         self.partial: list[nn.Module] = []
         """Modules with gradients of which each process has a part."""
-        self._dims: dict[torch.Tensor, int] = {}
+        self.dims: dict[torch.Tensor, int] = {}
         """Along which dim a parameter is to be split."""
 
     def split(self, part: LayerSplit) -> None:
         """Give the layers of a part their forwards, and note what becomes of their parameters."""
         enter = SharedInput(self.group)
-        enter.clear_after(part.module)
+        part.module.register_forward_hook(enter.clear, always_call=True)
         for name, way in part.ways.items():
             layer = getattr(part.module, name)
             if way == "repeated":
@@ -77,18 +77,16 @@ class _Splitter:
         adapted = hasattr(layer, "get_base_layer")
         base, group = layer.get_base_layer() if adapted else layer, self.group
         forwards: dict[SplitWay, Callable[..., Any]] = {
-            "columns": Columns(base, enter), "rows": RowParallel(base, group),
-            "columns_gathered": GatheredColumns(base, enter, group),
-            "rows_of_own": RowsOfOwn(base, group),
+            "columns": Columns(base, enter), "columns_gathered": Columns(base, enter, group),
+            "rows": RowParallel(base, group), "rows_of_own": RowParallel(base, group, takes_whole=True),
         }
         wrap(base, Wrapper.SPLIT, forwards[way])
         by_outputs = way in ("columns", "columns_gathered")
-        self._dims[base.weight] = 0 if by_outputs else 1
+        self.dims[base.weight] = 0 if by_outputs else 1
         if by_outputs and base.bias is not None:
-            self._dims[base.bias] = 0
+            self.dims[base.bias] = 0
         if adapted:
-            split_adapter(layer, way, group)
-            self._dims |= split_parameters(layer, way)
+            self.dims |= split_adapter(layer, way, group)
 
     def _heads_of(self, name: str, part: LayerSplit) -> int:
         """How many heads a layer of a part gives in one process."""
@@ -107,15 +105,9 @@ class _Splitter:
         if is_plain(table):
             wrap(table, Wrapper.SPLIT, OwnRows(table, self.group))
             if not isinstance(table.weight, DTensor):
-                self._dims[table.weight] = 0
+                self.dims[table.weight] = 0
 
-    def place(self, root: CausalLM) -> None:
-        """Put split parameters in the place of whole ones, wherever in the model they are."""
-        made = {whole: in_parts(whole, self.mesh, dim) for whole, dim in self._dims.items()}
-        for module in root.modules():
-            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if parameter in made:
-                    setattr(module, name, made[parameter])
+
 
 
 @torch.no_grad()
@@ -140,9 +132,13 @@ def _sum_gradients(modules: Sequence[nn.Module], group: Group) -> None:
 # the gradient of ``A x``, r numbers a token, is what is added up. Of one that takes some inputs, A lies as the weight
 # does, and ``A x`` is what is added up. Where its outputs or inputs are whole everywhere, so is its adapter.
 
-def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
-    """Have an adapted layer of peft's, whose base computes in one of the ways, add its adapter so, in place."""
+def split_adapter(layer: Any, way: SplitWay, group: Group) -> dict[torch.Tensor, int]:
+    """Have an adapted layer of peft's, whose base computes in one of the ways, add its adapter so, in place.
+
+    Returns along which dim the parameters of the adapter are to be split, of those that are.
+    """
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    dims: dict[torch.Tensor, int] = {up.weight: 0} if way == "columns" else {down.weight: 1} if way == "rows" else {}
     if way == "columns":
         wrap(up, Wrapper.SPLIT, Columns(up, lambda given: entered(given, group)))
         if takes_product(layer, ADAPTER):
@@ -154,17 +150,9 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
     if layer.lora_magnitude_vector:
         vector = layer.lora_magnitude_vector[ADAPTER]
         wrap(vector, Wrapper.SPLIT, Lengths(vector, way, group))
-
-
-def split_parameters(layer: Any, way: SplitWay) -> dict[torch.Tensor, int]:
-    """Along which dim the parameters of a layer's adapter are split, of those that are."""
-    if way == "rows":
-        return {layer.lora_A[ADAPTER].weight: 1}
-    if way != "columns":
-        return {}
-    vectors = layer.lora_magnitude_vector
-    lengths = [vectors[ADAPTER].weight] if vectors else []
-    return dict.fromkeys([layer.lora_B[ADAPTER].weight, *lengths], 0)
+        if way == "columns":
+            dims[vector.weight] = 0
+    return dims
 
 
 def _columns_forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -173,7 +161,7 @@ def _columns_forward(layer: Any, source: torch.Tensor, *args: Any, **options: An
     def own_rows(up: Any, inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return up.forward.enter(inner), own_weight(up)
 
-    return added_in_product(layer, own_rows, source, *args, **options)
+    return added_in_product(layer, source, *args, second=own_rows, **options)
 
 
 class Lengths:
@@ -233,11 +221,8 @@ class SharedInput:
             self._given, self._entered = given, entered(given, self._group)
         return self._entered
 
-    def clear_after(self, module: nn.Module) -> None:
-        """Keep nothing beyond a module's forward, however that ends."""
-        module.register_forward_hook(self._clear, always_call=True)
-
-    def _clear(self, *_: object) -> None:
+    def clear(self, *_: object) -> None:
+        """Keep nothing: as a hook beyond a module's forward, however that ends."""
         self._given = self._entered = None
 
 
@@ -254,50 +239,42 @@ def held(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Columns:
-    """The forward of a linear layer of which each process has some outputs: ``[..., in]`` to ``[..., out / T]``."""
+    """The forward of a linear layer of which each process has some outputs: ``[..., in]`` to ``[..., out / T]``.
 
-    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._layer, self.enter = layer, enter
+    With a ``group`` in which they are gathered, to all of them, ``[..., out]``.
+    """
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """This process's outputs."""
-        return functional.linear(self.enter(given), own_weight(self._layer), held(self._layer.bias))
-
-
-class GatheredColumns(Columns):
-    """The same where all outputs are gathered: ``[..., in]`` to ``[..., out]``."""
-
-    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor], group: Group) -> None:
-        super().__init__(layer, enter)
-        self._group = group
+    def __init__(
+        self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor], group: Group | None = None
+    ) -> None:
+        self._layer, self.enter, self._group = layer, enter, group
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """All outputs."""
-        return gathered(super().__call__(given), self._group)
+        """This process's outputs, or all."""
+        own = functional.linear(self.enter(given), own_weight(self._layer), held(self._layer.bias))
+        return own if self._group is None else gathered(own, self._group)
 
 
 class RowParallel:
     """The forward of a linear layer that takes some inputs on each process: ``[..., in / T]`` to ``[..., out]``.
 
-    Its bias is whole everywhere, and is added to the sum.
+    Or, where every process has the whole input and ``takes_whole``, its part of that. Its bias is whole everywhere, and
+    is added to the sum.
     """
 
-    def __init__(self, layer: nn.Linear, group: Group) -> None:
-        self._layer, self._group = layer, group
+    def __init__(self, layer: nn.Linear, group: Group, takes_whole: bool = False) -> None:
+        self._layer, self._group, self._takes_whole = layer, group, takes_whole
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """The whole product of this process's inputs and all others'."""
+        if self._takes_whole:
+            given = own_part(given, self._group)
         total = summed(functional.linear(given, own_weight(self._layer)), self._group)
         bias = self._layer.bias
         return total if bias is None else total + bias.to(total.dtype)
 
 
-class RowsOfOwn(RowParallel):
-    """The same where every process has the whole input: ``[..., in]`` to ``[..., out]``."""
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """The whole product."""
-        return super().__call__(own_part(given, self._group))
 
 
 class OwnDropout(nn.Dropout):
