@@ -110,6 +110,7 @@ class RecipeError(TunerError):
         count = counted(len(found), "problem")
         return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {one}" for one in found), hint, found)
 
+
 class PluginError(TunerError):
     """Code of the user's own, named by the recipe, that is not there, does not fit or failed."""
 

@@ -47,7 +47,6 @@ for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
 
-
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
 

@@ -133,6 +133,7 @@ def test_codes_of_a_layer_that_are_swapped_are_found(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str]
 ) -> None:
     run = make_run("nf4")
+
     def swapped(weight: torch.Tensor, kind: Kind, name: str) -> Quantized:
         found = quantize(weight, kind, name)
         return Quantized(found.codes.flip(0), found.scales, found.columns) if name == HEADS else found

@@ -49,6 +49,7 @@ class Case:
     trained: PreTrainedModel
     run: Path
 
+
 def name_of(given: tuple[Any, ...]) -> str:
     if len(given) == 2:
         return f"{given[0]}-{given[1]}"

@@ -11,6 +11,7 @@ def triangle(total_steps, top=0.5):
 class Steps:
     def __init__(self, total_steps, *, every):
         self.every = every
+
     def __call__(self, index):
         return 0.5 ** (index // self.every)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor: its type by its safetensors name, global shape, and the chunks that fill it without overlap."""

@@ -1,7 +1,5 @@
 """`tuner init`: look at the rows, write a commented recipe."""
 
-
-
 from tuner.cli.command import Outcome, command
 
 

@@ -173,6 +173,7 @@ class GlobalBatches:
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.micro_batch_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError("batch sizes must be at least 1 and the rank below the world size")
+
     @property
     def _n_rows(self) -> int:
         return len(self.rows) if self.max_rows is None else min(self.max_rows, len(self.rows))

@@ -71,9 +71,6 @@ def weight_type(layer: nn.Module) -> torch.dtype:
     return layer.dtype if type(layer).__name__ == QUANTIZED else layer.weight.dtype  # type: ignore[return-value]
 
 
-
-
-
 def not_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """Of linear ``layers`` of a model, by name, those that cannot be adapted, each with the reason."""
     linear = (each for each in model.modules() if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D")

@@ -144,9 +144,6 @@ class _Groups:
         return torch.cat([part @ (one if is_transposed else one.T) for part, one in parts])
 
 
-
-
-
 def _projected(module: Any, name: str, rows: torch.Tensor, groups: _Groups) -> torch.Tensor:
     """One of the two layers of all experts, with its adapter: rows ``[N, in]`` to ``[N, out]``.
 

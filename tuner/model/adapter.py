@@ -332,6 +332,7 @@ def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterato
     layers = [layer for layer in layers if layer not in by_number]
     experts = [module for module in experts if module not in by_number]
     switches = [_switch_of(module) for module in by_number]
+
     def turn(is_on: bool) -> None:
         for switch in switches:
             switch.fill_(is_on)

@@ -81,9 +81,6 @@ def hand_out(block: nn.Module, decoder: nn.Module) -> bool:
     return True
 
 
-
-
-
 BACKEND = "inductor"
 _LAST_NORMS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 """The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""

@@ -7,7 +7,6 @@ the layers are kept from it, and :func:`~tuner.model.attention.packed_attention`
 tokens have in their documents. Imported for such models alone.
 """
 
-
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any

@@ -64,8 +64,6 @@ class Heads:
     dropout: float
     has_sinks: bool = False
 
-
-
     @property
     def widest(self) -> int:
         """Channels of the widest head."""
@@ -126,9 +124,6 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
             words += f" (for this device there is {FLASH_4.name}: {WAY_TO_FLASH_4})"
         found[words] = None
     return "; ".join(found)
-
-
-
 
 
 def versions_for(kinds: Sequence[Heads], device_generation: int) -> tuple[Version, ...]:

@@ -298,9 +298,6 @@ def told(value: object, depth: int = _DEPTH) -> Hashable:
     return (f"{type(value).__module__}.{type(value).__qualname__}", told(dict(held), depth - 1))
 
 
-
-
-
 def _is_filled(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - an empty one raises

@@ -137,8 +137,6 @@ class Rounded(NamedTuple):
     scale: torch.Tensor
 
 
-
-
 def rounded(matrix: torch.Tensor) -> Rounded:
     """A matrix ``[M, K]`` with rows scaled by powers of two to just below the largest number of e4m3.
 

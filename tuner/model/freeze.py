@@ -105,9 +105,6 @@ def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest() if facts else None
 
 
-
-
-
 def means(pattern: str, name: str) -> bool:
     """Whether a pattern means a name, whole or from a dot on, or one above it."""
     ends = [index for index, letter in enumerate(name) if letter == "."] + [len(name)]

@@ -45,9 +45,6 @@ def whole_auto(config: PretrainedConfig) -> Any:
     return transformers.AutoModelForImageTextToText if of_images else transformers.AutoModelForMultimodalLM
 
 
-
-
-
 def config_of_language_model(
     config: PretrainedConfig, head: Head, drawn: bool, override: Callable[[PretrainedConfig], PretrainedConfig]
 ) -> PretrainedConfig:

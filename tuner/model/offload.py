@@ -247,9 +247,6 @@ def _require_unchanged(place: _Place) -> None:
         )
 
 
-
-
-
 def _no_room(held: int, why: str) -> MachineError:
     return MachineError(
         f"train.offload_activations: the host has no room for the layers' inputs, of which it holds {gib(held)}: {why}",

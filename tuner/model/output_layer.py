@@ -347,8 +347,6 @@ class Gradients:
                 self._weight[block].copy_(product) if self._first else self._weight[block].add_(product)
         self._first = False
 
-
-
     @property
     def made(self) -> list[torch.Tensor | None]:
         """What all chunks gave, that of the hidden states in their type."""

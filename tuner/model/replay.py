@@ -96,7 +96,4 @@ class _Routing(TorchFunctionMode):
         return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-
-
-
 _current: ContextVar[_Routing | None] = ContextVar("routing", default=None)

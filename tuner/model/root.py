@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
 
 
-
-
-
 @dataclass
 class ModelParts:
     """What is made of a model for the training that it is in; most models go without most of it."""

@@ -166,9 +166,6 @@ def _count_by_document(model: PreTrainedModel) -> tuple[int, Callable[[nn.Module
     return count_by_document(decoder_of(model), model.config), count_by_class
 
 
-
-
-
 def _padding_number(model: PreTrainedModel) -> int | None:
     """What ``create_position_ids_from_input_ids`` of fairseq's embeddings counts from."""
     rule = "create_position_ids_from_input_ids"

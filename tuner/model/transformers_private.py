@@ -244,9 +244,6 @@ def kept_in_float32(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if found.search(name)}
 
 
-
-
-
 def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     """Compute a module's constants as its class does when it is made; its parameters stay as they are."""
     for parameter in module.parameters(recurse=False):

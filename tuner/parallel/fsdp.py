@@ -345,6 +345,7 @@ def _lies_as_declared(parameter: DTensor, dim: int) -> bool:
     own = {axis: Cut(0, cut.parts) for axis, cut in enumerate(cuts) if cut is not None and cut.dim == dim}
     inner = [axis for axis in axes if axis in inner_axes(mesh)]
     as_cut = {axis: own[axis] for axis in inner} | {axis: Cut(0) for axis in axes if axis not in inner}
+
     def part(order: Mapping[int, Cut], at: Mapping[int, int]) -> TensorPart:
         sizes = tuple(map(mesh.size, order))
         return part_at((parameter.shape[dim],), sizes, tuple(order.values()), tuple(at[axis] for axis in order))
@@ -381,9 +382,6 @@ def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
     found = {one for one in weights if isinstance(one, nn.Parameter) and one.dtype == torch.float32}
     rest = [parameter for parameter in unit.parameters() if parameter not in found]
     return set() if any(local(parameter.detach()).numel() > SMALL for parameter in rest) else found
-
-
-
 
 
 def _reads_weights(owner: nn.Module) -> bool:

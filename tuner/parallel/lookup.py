@@ -57,8 +57,6 @@ class Lookup(LookedUp):
         self.whole: torch.Tensor | None = None
         """The whole weight where it is kept: :meth:`keep_whole`."""
 
-
-
     @property
     def shard(self) -> torch.Tensor:
         """This process's rows ``[<= step, D]``."""

@@ -3,7 +3,6 @@
 What `tuner profile --fit` found is kept in the cache for when the same is asked again.
 """
 
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

@@ -210,7 +210,6 @@ class MemoryRecord:
         """The first change after which more than so many bytes were alive."""
         return next((at - 1 for at, total in enumerate(self.totals()) if total > limit), None)
 
-
     def parts(self, at: int) -> dict[Part, int]:
         """Bytes of each part after change ``at``; they add up to the total."""
         return dict(zip(PARTS, self._levels[at + 1].tolist(), strict=True))

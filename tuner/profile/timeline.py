@@ -166,7 +166,6 @@ class _FreeBlocks:
         del self._by_start[block.segment, block.start], self.by_end[block.segment, block.start + block.size]
         return block
 
-
     def joined(self, block: SegmentBlock) -> SegmentBlock:
         """A block that becomes free, with its free neighbours, which are free blocks of their own no more."""
         size, segment, start = block

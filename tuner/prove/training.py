@@ -59,7 +59,6 @@ class Setting:
         """The step whose checkpoint is resumed from."""
         return self.steps // 2
 
-
     @property
     def numbers(self) -> Path:
         """Losses, norms and hashes of one process."""

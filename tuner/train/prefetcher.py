@@ -11,6 +11,7 @@ from tuner.data.prepared import PackedRows
 
 # Where the rows of steps come from: the one thing that the loop knows of data.
 
+
 class BatchSource(Protocol):
     """Rows prepared before, rows of portions that come later, rows that a part of the launch makes during the run.
 

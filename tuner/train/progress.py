@@ -48,7 +48,6 @@ class Criterion:
         figure = figures.get(metric.split("/")[1])
         return Criterion(metric, "lower" if figure is None else figure.better)
 
-
     def is_in(self, line: Mapping[str, float]) -> bool:
         """Whether an evaluation measured it: not every one scores every task."""
         return self.metric.removeprefix("eval/") in line

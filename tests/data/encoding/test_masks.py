@@ -38,6 +38,7 @@ TEMPLATES: dict[str, str] = {"chatml": tiny.CHATML, **cases(__file__, "templates
 LOOP_LAST, MARKED = TEMPLATES["loop_last"], TEMPLATES["marked"]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
 
+
 def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: TextTokenizer | None = None) -> Document:
     tokenizer, example = tokenizer or tiny.tokenizer(), parse_record(row)
     batch = Encoder(tokenizer, train_on).encode([example])

@@ -111,8 +111,6 @@ def files_of(path: Path) -> dict[str, Any]:
     return dict(read_json(path / "manifest.json")["files"])
 
 
-
-
 def _array(part: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
     with part.open(name) as file:
         return np.asarray(read_array(file, allow_pickle=False))

@@ -68,6 +68,7 @@ class Encoder:
                 self._is_special[list(tokenizer.special_ids)] = True
                 self._is_unknown = np.arange(len(self._table.lengths)) >= self._table.size
                 self._separator = next((tokenizer.decode([i]) for i in sorted(tokenizer.special_ids)), "")
+
     def encode(self, examples: Sequence[Example], total_bytes: int | None = None, checks: int = CHECKS) -> EncodedBatch:
         """Encode examples, in order; one that cannot be used gives its problem.
 
@@ -303,8 +304,6 @@ class Encoder:
                 raise FastEncoderMismatch(f"row {record + 1} of the block has other ids or another mask")
 
 
-
-
 NO_ONE_TEXT = "no one text of the conversation has an exact mask for every trained answer, and the row is one document"
 EQUAL = "chosen and rejected become the same tokens"
 OTHER_PROMPT = "the template writes the prompt of chosen and that of rejected differently"
@@ -345,8 +344,6 @@ class AnyEncoder:
         documents = [self._encoder.explain(part).documents[0] for part in answers_of(example)]
         prompts = [int(np.argmax(each.trained)) if each.trained.any() else len(each.trained) for each in documents]
         return Placed([replace(each, prompt_tokens=n) for each, n in zip(documents, prompts, strict=True)], ())
-
-
 
 
 def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.generic]) -> EncodedBatch:

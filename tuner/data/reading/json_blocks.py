@@ -122,7 +122,6 @@ class Elements:
             self._fail(f"expected {wanted.decode()!r}, got {_shown(found)}")
         self._pass(self._at + 1)
 
-
     def _fail(self, reason: str) -> None:
         raise DataError(
             f"{self.name}:{self.line}:{self._col}: not JSON: {reason}",

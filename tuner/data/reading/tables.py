@@ -382,8 +382,6 @@ def _of_struct(fields: dict[str, Any]) -> Decode | None:
     return decode
 
 
-
-
 def _of_map(array: Any) -> Decode:
     inner = _decoder(array.items)
     has_names = pa.types.is_string(array.type.key_type) or pa.types.is_large_string(array.type.key_type)

@@ -63,9 +63,6 @@ def code_type(kind: Kind) -> torch.dtype:
     return torch.uint8 if kind == "nf4" else torch.int8
 
 
-
-
-
 def code_columns(kind: Kind, columns: int) -> int:
     """Columns of the codes of a weight with so many columns."""
     return -(-columns // 2) if kind == "nf4" else columns

@@ -5,7 +5,6 @@ a block whose split layers have numbers between them that only some processes ho
 parameter of the block. What is not split (norms, routers, experts) is on all processes of a group.
 """
 
-
 import copy
 import re
 from collections.abc import Collection, Mapping

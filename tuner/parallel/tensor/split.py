@@ -108,8 +108,6 @@ class _Splitter:
                 self.dims[table.weight] = 0
 
 
-
-
 @torch.no_grad()
 def _sum_gradients(modules: Sequence[nn.Module], group: Group) -> None:
     """Add up the gradients of which each process of a group has a part, as they lie in FSDP2's shards. Collective.
@@ -272,9 +270,6 @@ class RowParallel:
         total = summed(functional.linear(given, own_weight(self._layer)), self._group)
         bias = self._layer.bias
         return total if bias is None else total + bias.to(total.dtype)
-
-
-
 
 
 class OwnDropout(nn.Dropout):

@@ -62,7 +62,6 @@ class Pairs(NamedTuple):
         chosen = self.chosen / self.chosen_tokens.clamp_min(1)
         return self._replace(chosen=chosen, rejected=self.rejected / self.rejected_tokens.clamp_min(1))
 
-
     def times(self, factor: float) -> "Pairs":
         """The values multiplied."""
         return self._replace(chosen=factor * self.chosen, rejected=factor * self.rejected)

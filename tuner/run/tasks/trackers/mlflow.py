@@ -14,7 +14,6 @@ from tuner.run.tasks.trackers.choose import TrackedPoint, TrackedRun
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
-
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 EVERY_LINE = {
     "train": "train/tokens",
