@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 57_587, "tests": 52_703, "tools": 17_591}
+LINES = {"tuner": 57_589, "tests": 52_703, "tools": 17_591}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_681

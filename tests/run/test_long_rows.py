@@ -175,9 +175,9 @@ def test_another_base_or_quantiser_is_refused(place: Path, monkeypatch: pytest.M
     launch(place, name="refused", train__stop_after="1 step", **NF4)
     with pytest.raises(RecipeError, match="model.quantize nf4 -> int8"):
         launch(place, "auto", name="refused", **{**NF4, "model__quantize": "int8"})
-    newer: dict[str, Any] = {**layers.recipe_of("nf4"), "version": 2}
+    newer: dict[str, Any] = {**layers.QuantizeSpec("nf4").facts(), "version": 2}
     with monkeypatch.context() as patch, pytest.raises(DataError, match="the base was quantised otherwise"):
-        patch.setattr(layers, "recipe_of", lambda kind: newer)
+        patch.setattr(layers.QuantizeSpec, "facts", lambda _: newer)
         launch(place, "auto", name="refused", **NF4)
     file = place / "model" / "model.safetensors"
     tensors = load_file(file)

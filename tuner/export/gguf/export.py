@@ -168,7 +168,9 @@ class LlamaAnswers:
     continued: Sequence[tuple[list[int], list[Likeliest]]]
 
 
-def answers_of(file: Path, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> LlamaAnswers:
+def answers_of(
+    file: Path, texts: Texts, prompts: Prompts, tokens: int = TOKENS, adapter: Path | None = None
+) -> LlamaAnswers:
     """Ask llama.cpp. Raises VerificationError where it does not answer."""
     try:
         with served(file, prompts.context, exact=True, adapter=adapter) as engine:
@@ -178,7 +180,7 @@ def answers_of(file: Path, texts: Texts, prompts: Prompts, adapter: Path | None 
                 rendered,
                 [engine.ids(text, framed=True) for text in rendered],
                 [engine.ends(prompts.ids[0], token) for token in texts.ends],
-                [engine.continued(prompt, TOKENS, TOP) for prompt in prompts.ids],
+                [engine.continued(prompt, tokens, TOP) for prompt in prompts.ids],
             )
     except (DataError, MachineError, RecipeError) as error:
         raise not_published(f"{error.message.removeprefix(f'{file}: ')}") from error
@@ -186,7 +188,7 @@ def answers_of(file: Path, texts: Texts, prompts: Prompts, adapter: Path | None 
 
 def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
-    answers = answers_of(file, texts, prompts, adapter)
+    answers = answers_of(file, texts, prompts, adapter=adapter)
     _require_texts(texts, answers)
     figures = measured(texts, prompts, answers)
     if kind == "f32":
