@@ -211,7 +211,7 @@ def _read(files: Mapping[str, bytes]) -> _Form | None:
 
 
 def _form(loaded: Any, written: _Form | None) -> _Form:
-    """The tokenizer behind one of transformers'; of a class in Python, what tokenizer.json says. _RefusedError."""
+    """The Rust tokenizer of one of transformers'; of a class in Python, what tokenizer.json says. _RefusedError."""
     if hasattr(loaded, "backend_tokenizer"):
         return _Form(loaded.backend_tokenizer)
     if written is None:

@@ -94,12 +94,12 @@ def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, mo
 
 
 @pytest.mark.slow
-def test_the_version_at_hand_may_go_once_it_is_loaded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_version_may_go_once_it_is_loaded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = TeacherVersions.look
 
     def pruned(self: TeacherVersions, step: int, pass_over: Any) -> TakenVersion:
         publish(workplace, 10 + step)
-        shutil.rmtree(workplace / "teacher" / self.at_hand.name)
+        shutil.rmtree(workplace / "teacher" / self.current.name)
         return look(self, step, pass_over)
 
     monkeypatch.setattr(TeacherVersions, "look", pruned)

@@ -73,9 +73,9 @@ def test_an_entry_with_other_keys_is_damage(tmp_path: Path) -> None:
         read_windows(tmp_path)
 
 
-def test_the_window_at_hand_may_have_others_after_it() -> None:
+def test_the_current_window_may_have_others_after_it() -> None:
     position = WindowPosition(ENTRIES, 0)
-    assert (position.at_hand, position.decided) == (ENTRIES[0], ENTRIES[:1])
+    assert (position.current, position.decided) == (ENTRIES[0], ENTRIES[:1])
     assert WindowPosition.of(json.loads(json.dumps(position.as_plain()))) == position
-    assert position.with_last_step(7).at_hand.last_step == 7
+    assert position.with_last_step(7).current.last_step == 7
     assert position.with_last_step(7).entries[1:] == ENTRIES[1:]

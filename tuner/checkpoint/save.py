@@ -86,7 +86,7 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     ranks = ranks or Collective(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
-    # What rank 0 does alone gives its result, or its error, to every rank: none goes on where another has failed.
+    # What rank 0 does alone gives its result, or its error, to every rank: none continues where another has failed.
     if ranks.on_rank0(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
     ranks.on_rank0(lambda: _begin(final, tmp, tensors))

@@ -38,7 +38,7 @@ def split(args: Sequence[str], takes_recipe: bool) -> tuple[list[str], list[tupl
 
     A flag takes the text after `=`, or the next argument unless that is a flag (then its value is None).
     With `takes_recipe` the keys at the recipe's top (`--name`, `--seed`, `--output_dir`, `--hooks`, ...) are taken too.
-    Nothing is taken after `--`. A `--fit` without a size gets an empty one.
+    Nothing after `--` is parsed. A `--fit` without a size gets an empty one.
     """
     rest: list[str] = []
     flags: list[tuple[str, str | None]] = []

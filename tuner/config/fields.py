@@ -41,7 +41,7 @@ class Field:
 
     @property
     def takes_text(self) -> bool:
-        """Whether a value on the command line is taken as it stands, not read as YAML."""
+        """Whether a value on the command line is used as it stands, not read as YAML."""
         return isinstance(self.value_type, Text) or self.value_type is None
 
     @property

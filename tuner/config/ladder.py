@@ -193,7 +193,7 @@ class LadderSection(Section):
     beta2_small_batch: Annotated[float, Real(ge=0, lt=1)] = 0.99
     """Adam's second beta with smaller steps."""
     small_batch_tokens: Annotated[int, Whole(ge=1, le=2**53)] = 524288
-    """Tokens of a step from which on beta2 is taken, and below which beta2_small_batch."""
+    """Tokens of a step from which on beta2 is used, and below which beta2_small_batch."""
     micro_batch_tokens: Annotated[int | Auto, Whole(ge=1, le=2**53)] = "auto"
     """Tokens per forward and process; auto: train.micro_batch_size, else on CUDA by size as on 80 GB, else one row."""
     min_processes: Annotated[int, Whole(ge=1, le=2**20)] = 1

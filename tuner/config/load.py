@@ -23,7 +23,7 @@ from tuner.config.yaml import MAX_BYTES, KeyPath, Node, Problems, dotted, flow, 
 from tuner.errors import Problem, RecipeError
 
 MARKS = 3
-"""Keys that only one other tool has, from which on a file is taken for its configuration."""
+"""Keys that only one other tool has, by which a file is recognised as its configuration."""
 
 
 @dataclass(frozen=True)

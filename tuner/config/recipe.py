@@ -234,7 +234,7 @@ class DataSource(Section):
     end_token: Bool = True
     """Put the end token after each plain text; false: nothing, for texts that hold it or are parts of longer ones."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
-    """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
+    """Share of the source's documents that is used, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
     seed: Annotated[int | None, Whole(ge=0, le=2**63 - 1)] = None
@@ -667,7 +667,7 @@ Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 """How a launch may end."""
 WEBHOOK_VARIABLE = "TUNER_WEBHOOK_URL"
-"""The variable of the environment that a webhook's address is taken from: it is a secret with most services."""
+"""The variable of the environment that a webhook's address is read from: it is a secret with most services."""
 
 
 class NotifySection(Section):

@@ -206,7 +206,7 @@ def _part(file: SourceFile, part: str, name: str) -> SourceFile:
         start, stop = records_in(part, file.array.count, name) or (0, 0)
         return replace(file, array=file.array.within(start, stop))
     if file.kind == "text" or file.array is not None:
-        what = "a plain text is one document" if file.array is None else "an array with an index is taken whole"
+        what = "a plain text is one document" if file.array is None else "an array with an index is used as a whole"
         raise DataError(f"{name}: {what}: it has no slices")
     records_in(part, UNCOUNTED, name)
     return replace(file, part=part)

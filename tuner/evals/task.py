@@ -424,7 +424,7 @@ class ItemsTask(ScoredTask):
 
 
 def _chosen(item: ChoiceItem, said: Sequence[Likelihood]) -> dict[str, Any]:
-    """The result of an item: of equally likely choices the first one is taken."""
+    """The result of an item: of equally likely choices the first one is chosen."""
     nats = np.array([one.log_likelihood for one in said])
     letters = np.array([len(choice) for choice in item.choices])
     picked, by_letter = int(np.argmax(nats)), int(np.argmax(nats / letters))

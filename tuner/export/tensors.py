@@ -297,7 +297,7 @@ def merged_tensor(base: TensorSource, load: Callable[[], LowRank]) -> TensorSour
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLUSH_BYTES = 64 << 20
-"""Written before the disk is told to begin: left to itself the system waits for gigabytes, and the disk idles."""
+"""Written between two calls of ``fdatasync``: left to itself the system waits for gigabytes, and the disk idles."""
 
 
 @dataclass(frozen=True)

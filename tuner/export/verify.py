@@ -314,7 +314,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Kept:
-    """How much of what training changed is in an export, and the divergences behind it, in nats a distribution."""
+    """How much of what training changed is in an export, and the divergences that say so, in nats a distribution."""
 
     share: float
     kl: float

@@ -85,7 +85,7 @@ def _facts_of_peft(adapted: PreTrainedModel, spec: PeftSpec, base: str | None) -
 
 
 def _facts_of_lora(adapted: PreTrainedModel, lora: LoraSpec, base: str | None) -> dict[str, Any]:
-    # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
+    # peft resolved these against the model: the layers that `all-linear` and globs name, GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
     by_weight = taken_for_experts(adapted, [name for name, _ in lora_layers(adapted)])
     last_names = {name.rpartition(".")[2] for name in by_weight}
@@ -173,7 +173,7 @@ def tied_and_saved(model: PreTrainedModel, patterns: Sequence[str]) -> tuple[str
 
 
 def write_tokenizer(directory: Path, source: ExportSource) -> None:
-    """Copy the run's tokenizer files and chat template; links and local paths stay behind. Raises DataError."""
+    """Copy the run's tokenizer files and chat template; links and local paths are not copied. Raises DataError."""
     tokenizer = source.run_dir / TOKENIZER
     if not tokenizer.is_dir():
         raise DataError(f"{tokenizer}: no such directory: the run's tokenizer is missing")

@@ -143,7 +143,7 @@ def _not_given_again(one: Matched, found: Sequence[Matched]) -> list[Unclear]:
     for gift in one.gifts:
         name, key = gift.place.name, f"{KEY}.{one.number}.every"
         if others.get(name, -1) > one.number or (name in others and gift.how == "rows"):
-            words = f"{name} is taken again and again, and {KEY}.{others[name]} gives it, too"
+            words = f"{name} is replaced by newer versions, and {KEY}.{others[name]} gives it, too"
             return [Unclear(key, words, f"leave it out of one of them: exclude: [{name}]")]
         if gift.how == "merged":
             words = f"adds an adapter to {name}, which cannot be taken away again for a newer one"
@@ -287,7 +287,7 @@ def _without_place(one: Matched, target: InitTarget, homeless: Sequence[tuple[st
 
 
 def _require_all(one: Matched, target: InitTarget) -> None:
-    """A source that is taken whole has something for every place, or it is refused unless it is not strict."""
+    """A source without `load` and `exclude` has something for every place, or it is refused unless it is not strict."""
     if one.entry.load or one.entry.exclude or one.problems:
         return
     given = {gift.place.name for gift in one.gifts}

@@ -149,7 +149,7 @@ def benchmarked(rung: Rung, steps: int, level: Level) -> Benchmark:
     No run directory is touched. Raises what preparing its data and building its model raise, and MemoryLimitError.
     """
     found = measure_recipe(rung.loaded, MeasureOptions(steps), level).found
-    assert found is not None  # it is only where no step is taken
+    assert found is not None  # it is only where no step is measured
     return Benchmark(rung, found)
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #
 # transformers notes what a module returns by hooks that append to a dictionary of the forward that runs. Inside a
 # compiled layer such a hook ends the graph, and inside one that is computed again too it may change nothing outside.
-# Here a layer returns what its routers say besides its own result, and the note is taken outside, where it always was.
+# Here a layer returns what its routers say besides its own result, and the hook runs outside, on that result.
 
 ROUTERS = "router_logits"
 _MARK = "router_hooks"

@@ -37,7 +37,7 @@ def way_and_reason(  # noqa: PLR0917 - what all of them depend on
 ) -> tuple[Way, str]:
     """The kernel for a generation of devices, in a word and in words that say why, without a package for attention.
 
-    Of a device that is not here, all is taken to be installed.
+    For a device that is not in this machine, everything is assumed to be installed.
     """
     if device_generation < AMPERE:
         return "blocks", "blocked matrix products, several times slower: this device is below compute capability 8.0"

@@ -99,7 +99,7 @@ class Documents:
 def side_by_side(
     starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where each token ``[documents, longest]`` of some documents of a row is taken from, for a padded batch of them.
+    """The position in the row of each token ``[documents, longest]`` of some of its documents, for a padded batch.
 
     And whether it is the document's: what fills a document up is its last token again.
     """

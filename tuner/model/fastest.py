@@ -288,7 +288,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fastest:
-    """What was found: whose way is taken, what each took of those that are right, and why others are passed over."""
+    """What was found: whose kernel is used, how long each right one took, and why others are passed over."""
 
     name: str
     milliseconds: Mapping[str, float] = field(default_factory=dict)

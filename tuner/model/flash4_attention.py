@@ -105,7 +105,7 @@ def _output(heads: QueryKeyValue, asked: Scope, sink: torch.Tensor | None) -> tu
 def _gradients(upstream: torch.Tensor, heads: QueryKeyValue, made: Results, asked: Scope) -> Gradients:
     given = _taken(heads)
     width = given.value.shape[2]
-    # The sum over a query's gradient is taken in the order in which blocks finish, unless it is to be the same twice.
+    # A query's gradient is accumulated in the order in which blocks finish, unless it is to be the same twice.
     grads = private_attribute(_package(), "_flash_attn_bwd", _NEED)(
         *given, wide(made.output, width), wide(upstream.to(heads.value.dtype), width).contiguous(),
         made.normaliser.contiguous(), softcap=asked.cap, deterministic=torch.are_deterministic_algorithms_enabled(),

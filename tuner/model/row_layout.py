@@ -1,5 +1,5 @@
-"""How a model takes the documents of a row: end to end, or apart; what its layers are told of where they lie; and what
-a model asks of whoever cuts its rows over processes (:mod:`tuner.parallel.sequence`).
+"""How a model takes the documents of a row: end to end, or apart; what its layers receive about their positions; and
+what a model asks of whoever cuts its rows over processes (:mod:`tuner.parallel.sequence`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ a padded batch, or one by one."""
 
 
 class RowLayout:
-    """What a model's layers are told of the documents in a row."""
+    """What a model's layers receive about the documents in a row."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -184,7 +184,7 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def takes_our_attention(config: PretrainedConfig) -> bool:
-    """Whether the class behind a config computes attention through transformers' interface.
+    """Whether the class of a config computes attention through transformers' interface.
 
     The others have attention of their own, and keep it: what the config names as implementation never reaches their
     layers, but it decides whether they are given a causal mask. So do those that choose keys by content inside of that
@@ -197,12 +197,12 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
 
 
 def has_sinks(config: PretrainedConfig) -> bool:
-    """Whether layers of the class behind a config give attention a learned sink for each head."""
+    """Whether layers of the class of a config give attention a learned sink for each head."""
     return any("s_aux=" in inspect.getsource(sys.modules[kind.__module__]) for kind in _classes(config))
 
 
 def _classes(config: PretrainedConfig) -> list[type[nn.Module]]:
-    """The classes behind a config; of a multimodal model its language model's, whatever attends to pictures."""
+    """The classes of a config; of a multimodal model its language model's, whatever attends to pictures."""
     text = config.get_text_config()
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if text is not config:

@@ -128,7 +128,7 @@ def _unchanged() -> list[_Mapping]:
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """By the format's names; weights of others are read as they always are."""
 _ASIDE = "left_in_files"
-"""What the loader is told that the tensors are called: it has no place for such ones."""
+"""The prefix that hides tensors from the loader: the model has no parameter of such a name."""
 
 
 @dataclass(frozen=True)

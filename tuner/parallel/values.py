@@ -263,7 +263,7 @@ def _sent(rows: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, d
 
 
 def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Rows that are moved at once, first and behind the last: a block's bytes at most, or one row. A number is one."""
+    """Rows that are moved at once, as (first, last + 1): a block's bytes at most, or one row. A number is one."""
     count, *inner = shape or (1,)
     step = max(1, _BLOCK // max(1, torch.Size(inner).numel() * dtype.itemsize))
     for start in range(0, count, step):

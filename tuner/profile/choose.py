@@ -1,6 +1,6 @@
 """What becomes of an `auto` of memory on a device: as little recomputed, and as many rows at once, as fit and pay.
 
-Ways of sharding are tried from the one with the least to send on; the first with which anything fits is taken. More is
+Ways of sharding are tried from the one with the least to send on; the first with which anything fits is chosen. More is
 recomputed where nothing fits with less, or where the rows that then fit save a twentieth of the estimated step. A
 micro-batch has the highest rate of those that fit: up to the size from which on twice the rows save less than a
 hundredth. Tiles of the MLP, then activations on the host, are taken only where without them nothing fits.
@@ -29,7 +29,7 @@ LESS = 0.9
 def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tuple[Settled, Prediction]:
     """Settle what a recipe leaves open, for a CUDA device, and what is predicted with that.
 
-    ``prepared`` is the directory of its data, where that is known. Where nothing fits, what needs least is taken, and
+    ``prepared`` is the directory of its data, where that is known. Where nothing fits, what needs least is chosen, and
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
     open_keys, trials = settling.left_open(recipe, target.rank_info.world_size), Trials(recipe, target, prepared)

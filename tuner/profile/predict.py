@@ -61,7 +61,7 @@ class Target:
 
 
 def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers: int | None = None) -> Prediction:
-    """Predict a recipe; what is left to a prediction itself is taken as where there is none.
+    """Predict a recipe; what `auto` leaves to a prediction has the value it has where nothing is predicted.
 
     Its prepared data are looked for, unless a directory of them is given. With ``layers`` it is the model with so many
     of its layers alone. Raises RecipeError where it cannot be trained at all, whatever the memory.
@@ -119,7 +119,7 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     if (attention := resolved.reasons.get("attention")) is not None:
         assumptions.append(f"attention is computed by {attention}")
     if recipe.parallel.expert > 1:
-        assumptions.append("every expert is taken to get as many tokens as any other: one that gets more needs more")
+        assumptions.append("every expert is assumed to get as many tokens as any other: one that gets more needs more")
     if wants_compiled(recipe, resolved, target.device):
         once = ", and one copy of what is cast several times" if kind == "cuda" else ""
         assumptions.append(f"compiled layers are assumed to keep as much as liger's kernels do{once}")

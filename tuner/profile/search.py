@@ -296,7 +296,7 @@ class Tree:
     """All combinations of the dimensions that may be tried together, of which few are predicted to find the fastest.
 
     Settings are ordered by what memory grows with. A branch of the tree is what some of them have; where its leanest
-    combination does not fit, nothing of it does (memory is taken to be monotonous in each setting), and the branch is
+    combination does not fit, nothing of it does (memory is assumed to be monotonic in each setting), and the branch is
     cut. Branches are taken up in the order of the least time that any combination of theirs is estimated to take, so
     that the first whole combination that comes up is the fastest (best-first branch and bound; Land and Doig 1960).
     """

@@ -226,7 +226,7 @@ class ExpandableAllocator:
     """The allocator with ``expandable_segments``: a segment of small blocks and one of others, which grow at their end.
 
     They grow by whole pages, of 2 and of 20 MiB; pages count that hold at least one block. The free block at the end of
-    a segment is taken last, since it can grow. That addresses in the middle are mapped again, after pages were given
+    a segment is used last, since it can grow. That addresses in the middle are mapped again, after pages were given
     back for want of memory, is not replayed: it takes no more pages.
     """
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class StepWatch:
     """Records steps of a real run into a directory, and explains one whose memory did not suffice.
 
-    What fails in a recording is a warning, and the run goes on.
+    What fails in a recording is a warning, and the run continues.
     """
 
     def __init__(self, assembly: Assembly, section: ProfileSection, directory: Path, console: Console) -> None:
@@ -99,7 +99,7 @@ class StepWatch:
         """The error with which a run ends whose memory did not suffice in step ``number`` (0: before the first).
 
         ``cause`` is the allocator's own error within ``error``, whose frames are cleared: what they held is free again.
-        The step is taken once more to see what held the memory; a table on the console and a JSON file say so.
+        The step is run once more to see what held the memory; a table on the console and a JSON file say so.
         """
         message = str(cause)
         clear_frames(error)

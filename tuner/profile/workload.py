@@ -64,7 +64,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         batch = method.made_up(full_rows(examples, max_length, n_rows, vocab_size, resolved.route))
         held_out = None if recipe.data.eval is None else batch
         of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
-        assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
+        assumed = [f"the data is not prepared: every row is assumed to be {of_row} of {max_length:,} trained tokens"]
         samples = () if held_out is None else _assumed_samples(examples, answers, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")

@@ -1,4 +1,4 @@
-"""Newer versions of the weights that a run is given (`model.init_from`): which it has, and how another one is taken."""
+"""Newer versions of the weights that a run is given (`model.init_from`): which it has, and how another is loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class ModelBank:
     entries: Sequence[InitFrom]
     known: dict[int, TakenVersions]
     """Of the entries that newer versions are looked for of, by number."""
-    at_hand: dict[int, TakenVersion]
+    current: dict[int, TakenVersion]
     label = "bank"
     noted: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     """What manifests say from each step on, on rank 0."""
@@ -52,7 +52,7 @@ class ModelBank:
 
     def begin(self, console: Console) -> None:
         """Say which versions a launch begins with, and warn where they overwrite what is trained."""
-        for number, version in self.at_hand.items():
+        for number, version in self.current.items():
             console.say(self.label, version.name)
             if trained := self.given[number]["trained"]:
                 what = f"newer versions overwrite what was trained of {trained} of the weights that it gives"
@@ -72,7 +72,7 @@ class ModelBank:
     def others(self, due: Sequence[int], step: int, say: Callable[[str], None]) -> dict[int, TakenVersion]:
         """The versions to have that are not the current ones. On rank 0. Raises DataError."""
         found = {number: self.look(number, step, say) for number in due}
-        return {number: version for number, version in found.items() if version != self.at_hand[number]}
+        return {number: version for number, version in found.items() if version != self.current[number]}
 
     def looked_after(self, due: Sequence[int], step: int) -> None:
         """What was found after ``step`` is final."""
@@ -85,18 +85,18 @@ class ModelBank:
     def identify(self, given: Mapping[str, Any]) -> None:
         """Note what the model was built with. Raises DataError where that is not what the run had."""
         self.noted.append((-1, {GIVEN: {name: given[name] for name in ("entries", "frozen")}}))
-        for number, version in self.at_hand.items():
+        for number, version in self.current.items():
             self._hold(number, version, given["entries"][number])
 
     def look(self, number: int, step: int, pass_over: Callable[[str], None]) -> TakenVersion:
         """The version of an entry to have after ``step``, on rank 0: as it was noted, or else the newest whole one."""
-        at_hand = self.at_hand[number]
+        current = self.current[number]
         if step <= self.known[number].looked:
-            if (version := self.known[number].at(step)) != at_hand:
+            if (version := self.known[number].at(step)) != current:
                 version.require(Path(version.name))
             return version
-        path = str(newest_version(Path(self.entries[number].path), Path(at_hand.name), pass_over))
-        return at_hand if path == at_hand.name else TakenVersion(step, path, "")
+        path = str(newest_version(Path(self.entries[number].path), Path(current.name), pass_over))
+        return current if path == current.name else TakenVersion(step, path, "")
 
     def take(self, chosen: Mapping[int, TakenVersion], assembly: Assembly, step: int) -> None:
         """Put other versions into the model, as it lies over the processes. Collective.
@@ -134,7 +134,7 @@ class ModelBank:
         self._giver = Giver(plan)
         for (number, version), entry in zip(chosen.items(), self._giver.facts()["entries"], strict=True):
             if entry["form"] != self.given[number]["form"]:
-                words = f"{KEY}.{number}: {version.name} has other tensors than {self.at_hand[number].name} before it"
+                words = f"{KEY}.{number}: {version.name} has other tensors than {self.current[number].name} before it"
                 raise DataError(words, hint="newer versions are to have the names and shapes of the first one")
         if not self._contents:
             assert isinstance(assembly.facts.frozen_hash, FrozenHash), "on rank 0"
@@ -150,8 +150,8 @@ class ModelBank:
         if version.sha256 not in ("", entry["sha256"]):
             changed = f"{version.name} changed since it gave the run weights after step {version.step}"
             raise DataError(f"{KEY}.{number}: {changed} ({version.sha256} -> {entry['sha256']})", hint="restore it")
-        self.at_hand[number] = replace(version, sha256=str(entry["sha256"]))
-        self.known[number] = self.known[number].having(self.at_hand[number])
+        self.current[number] = replace(version, sha256=str(entry["sha256"]))
+        self.known[number] = self.known[number].having(self.current[number])
 
 
 def begin_bank(entries: Sequence[InitFrom], status: RunStatus) -> ModelBank:

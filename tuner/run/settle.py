@@ -40,7 +40,7 @@ JOB, ANSWER, CHOICES = "job.json", "answer.json", "choices"
 LONGEST_S = 600
 """Seconds after which a prediction is given up."""
 STEP_BYTES = 128 << 20
-"""Free memory is taken in whole pieces of this size, so that an empty device gives the same choice each time."""
+"""Free memory is rounded down to a multiple of this size, so that an empty device gives the same choice each time."""
 PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer", "eval", "checkpoint", "parallel")
 """Sections that a prediction depends on."""
 

@@ -172,7 +172,7 @@ def require_same_data(
     """Check that base model, teacher, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
     ``section`` names the data. `other_data` may differ from the run's; `reset` are the parts that the launch resets,
-    which its hint goes on with. Collective.
+    which its hint repeats. Collective.
     """
     require_same_base(found, assembly.facts.agreed_frozen_hash())
     meta = found.manifest["meta"]

@@ -1,5 +1,5 @@
 """A teacher's most probable tokens at every trained position, computed once before training, which loads no teacher;
-and the versions of one that is still learning: which a launch begins with, and how a newer one is taken.
+and the versions of one that is still learning: which a launch begins with, and how a newer one is loaded.
 
 The teacher reads the same packed rows as the student would. What it gives is known by its weights, the rows, and what
 is kept of each distribution; who computes it, and with which kernels, only moves its last bits.
@@ -145,15 +145,15 @@ class TeacherVersions:
     spec: PrepareSpec
     """With the student's tokenizer."""
     known: TakenVersions
-    at_hand: TakenVersion
+    current: TakenVersion
     label = "teacher"
     _files: frozenset[str] = frozenset()
     """The names of its config's and tokenizer's files; its directory may go once it is loaded."""
 
     @property
     def path(self) -> Path:
-        """The directory of the version at hand."""
-        return Path(self.method.teacher) / self.at_hand.name
+        """The directory of the current version."""
+        return Path(self.method.teacher) / self.current.name
 
     def begin(self, console: Console) -> None:
         """Say which version a launch begins with."""
@@ -170,17 +170,17 @@ class TeacherVersions:
         return self.known.until(step).as_plain()
 
     def identify(self, teacher: WeightFacts | None) -> None:
-        """Note the weights of the version at hand. Raises DataError where they are not those that the run had."""
+        """Note the weights of the current version. Raises DataError where they are not those that the run had."""
         assert teacher is not None, "a run with versions has a teacher in memory"
         found = str(teacher.agreed_frozen_hash())
-        if self.at_hand.sha256 and self.at_hand.sha256 != found:
+        if self.current.sha256 and self.current.sha256 != found:
             raise DataError(
-                f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",
+                f"{self.path}: the teacher changed since the run learned from it ({self.current.sha256} -> {found})",
                 hint="restore it; or start a new run with --name",
             )
         self._files = files_read(self.path)
-        entry = replace(self.at_hand, sha256=found)
-        self.at_hand, self.known = entry, self.known.having(entry)
+        entry = replace(self.current, sha256=found)
+        self.current, self.known = entry, self.known.having(entry)
 
     def look(self, step: int, pass_over: Callable[[str], None]) -> TakenVersion:
         """The version to learn from after ``step``, on rank 0: as it was noted, or else the newest whole one.
@@ -189,21 +189,21 @@ class TeacherVersions:
         """
         if step <= self.known.looked:
             return self.known.at(step)
-        at_hand = int(self.at_hand.name.rpartition("-")[2])
+        current = int(self.current.name.rpartition("-")[2])
         for number, path in version_dirs(Path(self.method.teacher)):
-            if number <= at_hand:
+            if number <= current:
                 break
             if (problem := incomplete(path, self._files)) is None:
                 return TakenVersion(step, path.name, "")
             pass_over(f"{path.name} is passed over: it {problem}")
-        return self.at_hand
+        return self.current
 
     def others(self, due: Sequence[int], step: int, say: Callable[[str], None]) -> dict[int, TakenVersion]:
         """The version to learn from, where it is another one and reads the student's tokens. On rank 0.
 
         Raises DataError, RecipeError.
         """
-        if (entry := self.look(step, say)) == self.at_hand:
+        if (entry := self.look(step, say)) == self.current:
             return {}
         path = entry.require(Path(self.method.teacher) / entry.name)
         update: dict[str, Any] = {"teacher": str(path), "teacher_every": None}
@@ -213,7 +213,7 @@ class TeacherVersions:
     def take(self, others: Mapping[int, TakenVersion], assembly: Assembly, step: int) -> None:
         """Learn from another version from now on; the one before is freed first. Collective. Raises DataError."""
         state = assembly.train_state
-        self.at_hand, state.method.teacher = others[0], None
+        self.current, state.method.teacher = others[0], None
         gc.collect()  # a sharded module's hooks refer to it
         resolved = replace(assembly.resolved, teacher=str(self.path))
         state.method.teacher, facts = assemble_teacher(resolved, self.method, state.step_config)

@@ -2,7 +2,7 @@
 
 `run.json` holds `schema`, `status`, `run_id`, `launches` and, once the run is finished, its `metrics`; each launch its
 `started`, `from_step`, and once it ended `ended`, `status`, `step`, `saved_step` and `why`. Where it is gone, what can
-be told of the run is read from its checkpoints.
+be known of the run is read from its checkpoints.
 """
 
 import hashlib

@@ -41,23 +41,23 @@ class WindowEntry:
 
 @dataclass(frozen=True)
 class WindowPosition:
-    """Where a run is among its windows: those that it opened or left out, and which of them is at hand."""
+    """Where a run is among its windows: those that it opened or left out, and which of them is open."""
 
     entries: tuple[WindowEntry, ...]
-    """In their order; those after the one at hand are known from a launch that had come further."""
+    """In their order; those after the current one are known from a launch that had come further."""
     number: int
-    """Of the one at hand, from 0."""
+    """Of the current one, from 0."""
     ended: bool = False
     """Whether it was the last one, and is done."""
 
     @property
-    def at_hand(self) -> WindowEntry:
+    def current(self) -> WindowEntry:
         """The window that is trained."""
         return self.entries[self.number]
 
     @property
     def decided(self) -> tuple[WindowEntry, ...]:
-        """The windows up to the one at hand."""
+        """The windows up to the current one."""
         return self.entries[: self.number + 1]
 
     def as_plain(self) -> dict[str, Any]:
@@ -70,9 +70,9 @@ class WindowPosition:
         return WindowPosition(**{**plain, "entries": entries_of(plain["entries"])})
 
     def with_last_step(self, step: int) -> WindowPosition:
-        """The same, with the number of the last step of the window at hand."""
+        """The same, with the number of the last step of the current window."""
         entries = list(self.entries)
-        entries[self.number] = replace(self.at_hand, last_step=step)
+        entries[self.number] = replace(self.current, last_step=step)
         return replace(self, entries=tuple(entries))
 
 

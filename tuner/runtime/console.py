@@ -246,7 +246,7 @@ class Console:
             _append(self._log, stamped)
 
     def _write(self, line: Text) -> None:
-        # A closed pipe or descriptor: the work goes on, there is nobody left to tell.
+        # A closed pipe or descriptor: the work continues, nobody reads the console any more.
         with suppress(OSError, ValueError), self._activity.aside():
             self._rich.print(line, soft_wrap=True)
 

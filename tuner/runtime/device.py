@@ -195,8 +195,8 @@ def to_device(array: object, device: torch.device) -> torch.Tensor:
 class DeviceMark:
     """When a device has done what was queued before: of a CUDA device an event, of a CPU now."""
 
-    def __init__(self, is_behind: bool) -> None:
-        self._at, self._event = time.monotonic(), torch.cuda.Event(enable_timing=True) if is_behind else None
+    def __init__(self, is_asynchronous: bool) -> None:
+        self._at, self._event = time.monotonic(), torch.cuda.Event(enable_timing=True) if is_asynchronous else None
         if self._event is not None:
             self._event.record()
 
@@ -216,8 +216,8 @@ class Timeline:
     """The time of one device, and of the host next to it; a CPU's is the host's own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.is_behind = device.type == "cuda"
-        """Whether the device runs behind the host, so that reading what it computes may be a wait."""
+        self.is_asynchronous = device.type == "cuda"
+        """Whether the host runs ahead of the device, so that reading what it computes may wait."""
 
     def now(self) -> float:
         """The host's time, in seconds of a monotonic clock."""
@@ -225,7 +225,7 @@ class Timeline:
 
     def mark(self) -> DeviceMark:
         """The moment at which the device will have done all that is queued by now. Nothing waits."""
-        return DeviceMark(self.is_behind)
+        return DeviceMark(self.is_asynchronous)
 
 
 timeline_of = Timeline

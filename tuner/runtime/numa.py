@@ -1,6 +1,6 @@
 """Processes bound to cores near their device, or to their share of the machine by NUMA node (Linux, from sysfs).
 
-torch has the same for CUDA behind ``torchrun --numa-binding`` (torch.numa.binding); here it holds for ranks however
+torch has the same for CUDA as ``torchrun --numa-binding`` (torch.numa.binding); here it holds for ranks however
 they were started, and on CPUs, too.
 """
 

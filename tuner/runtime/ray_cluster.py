@@ -169,7 +169,7 @@ class RayLayout:
 
 @contextmanager
 def cluster_for(wanted: int | None, device: str) -> Iterator[RayLayout]:
-    """Where ranks go on Ray: `wanted` of them, or one for each GPU of the cluster, and one without any.
+    """Where Ray places ranks: `wanted` of them, or one for each GPU of the cluster, and one without any.
 
     Each has a GPU, unless `device` is `cpu` or the cluster has none. Raises RecipeError where they cannot be as many on
     each machine; MachineError as `joined`, and for a cluster without the GPUs that `device` asks for.

@@ -1,7 +1,8 @@
 """What a launch does before its first step, and for how long: seconds of named phases, none counted twice.
 
-A phase inside another one is taken off that. What lies in none is ``other``, so that all of them add up to the time
-from the beginning to the end. One launch at a time: a process trains one model after the other.
+The time of a phase inside another one is subtracted from the outer one. What lies in none is ``other``, so that all of
+them add up to the time from the beginning to the end. One launch at a time: a process trains one model after the
+other.
 """
 
 import os

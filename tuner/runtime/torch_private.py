@@ -140,7 +140,7 @@ def schema(function: Any) -> Any:
 
 
 def custom_body(function: Any) -> Callable[..., Any] | None:
-    """The Python function behind a custom operation; None of one that torch does not know as such."""
+    """The Python function of a custom operation; None of one that torch does not know as such."""
     found = __getattr__("OPDEFS").get(function.name())
     body: Callable[..., Any] | None = None if found is None else private_attribute(found, "_init_fn", _PREDICTION)
     return body

@@ -63,7 +63,7 @@ class Resolved:
     versions: Mapping[int, str] = field(default_factory=dict)
     """The paths of what a run that begins is given by those of its entries that newer versions are looked for of."""
     teacher: str | None = None
-    """The directory of the teacher's version that is at hand, where `method.teacher_every` looks for newer ones."""
+    """The directory of the teacher's current version, where `method.teacher_every` looks for newer ones."""
 
     @property
     def model_name(self) -> str:

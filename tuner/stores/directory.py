@@ -267,7 +267,7 @@ class StoreDirectory:
         """
         numbers = sorted(self._numbers() | {newest.number})
         kept = set(newest.data)
-        with self._mutex:  # one that is taken after this is based on one of the newest two
+        with self._mutex:  # one that is made after this is based on one of the newest two
             kept = kept.union(*(snapshot.base for snapshot in self._snapshots if not snapshot.closed))
         for number in numbers[-KEPT_COMMITS:]:
             commit = newest if number == newest.number else read_commit(self._client, number)

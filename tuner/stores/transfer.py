@@ -1,7 +1,7 @@
 """Files on their way into a store and out of it, in parts, in parallel, hashed on the way.
 
 A file is put as objects of :data:`PART_BYTES` each, not as one multipart upload: every part is whole or absent and seen
-in a listing, so that a process that was killed leaves nothing hidden behind, on any store. At most :data:`IN_FLIGHT`
+in a listing, so that a process that was killed leaves nothing hidden, on any store. At most :data:`IN_FLIGHT`
 parts are in memory, 128 MiB in all, however large the files and however many.
 """
 

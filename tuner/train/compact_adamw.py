@@ -3,7 +3,7 @@
 The state of a matrix is as many plain tensors that lie over the processes as the matrix does, and nothing in an update
 depends on which process holds which rows, or which columns: runs are saved, resharded and resumed bit for bit.
 
-One parameter's step is taken by the kernel of its device: in C on a CPU, in Triton on CUDA, else in plain torch.
+A parameter is updated by the kernel of its device: in C on a CPU, in Triton on CUDA, else in plain torch.
 All three round each operation by itself and give the same bits. Plain torch takes a parameter in pieces, so that its
 temporary memory is bounded: there is never a float32 copy of a whole parameter's moments.
 

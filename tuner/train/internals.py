@@ -64,7 +64,7 @@ class InternalsWatch:
 
     @contextmanager
     def around_update(self) -> Iterator[None]:
-        """Watch the step that is taken within."""
+        """Watch the optimizer step inside."""
 
         def at(part: str) -> None:
             if part == "optimizer":

@@ -121,10 +121,10 @@ class StepScalars:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
         timeline = timeline_of(device)
-        self.ended, self._is_behind = timeline.mark(), timeline.is_behind
+        self.ended, self._is_behind = timeline.mark(), timeline.is_asynchronous
 
     @property
-    def at_hand(self) -> bool:
+    def arrived(self) -> bool:
         """Whether reading is free on every rank: always on a CPU, never asked of the clock on CUDA."""
         return not self._is_behind
 

@@ -277,7 +277,7 @@ def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
     assert not set(held) & set(trained)
     assert set(trained.values()) == {2, 3}
     nothing = [{"path": str(files[2]), "weight": 0.01}]
-    with pytest.raises(DataError, match="no document is taken of 8"):
+    with pytest.raises(DataError, match="no document of 8 is used"):
         prepare(tiny.request(tmp_path / "cache", nothing))
     held_file = prepare(tiny.request(tmp_path / "cache", str(files[0]), eval=[{"path": str(files[1]), "weight": 0.3}]))
     assert held_file.report["eval"]["documents"] == 3

@@ -68,7 +68,7 @@ def console_task(
 
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = QueuedDevice({}, 0.0, is_behind=False)
+    device = QueuedDevice({}, 0.0, is_asynchronous=False)
     for module in (step, log):
         monkeypatch.setattr(module, "timeline_of", lambda _: device)
     task = log_task()

@@ -1,7 +1,7 @@
 """Bin packing by counts: items of equal length are handled together, so a million items cost what a few thousand do.
 
 Three ways of filling rows, each in one Python step per distinct (length, free space) or per distinct kind of row:
-best fit decreasing, first fit decreasing, and rows completed exactly. The first that meets the lower bound is taken,
+best fit decreasing, first fit decreasing, and rows completed exactly. The first that meets the lower bound is used,
 otherwise the one with the fewest rows. Which items lie where is worked out once, at the end, in numpy.
 """
 

@@ -179,7 +179,7 @@ def _read(
 def _bundles(splits: Sequence[SampledSplit], ahead: "deque[list[_Origin]]") -> Iterator[tuple[Block, ...]]:
     """Every block, in order, small ones together; where they come from is appended to `ahead`.
 
-    How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
+    How blocks come together follows from their sizes, and from the sources only where a share of each is used.
     """
     for split in splits:
         for group in _grouped(split):
@@ -205,7 +205,7 @@ def _write_chosen(
 ) -> dict[str, Any]:
     """Copy the chosen documents of a split to the files of the splits, and remove the files that they were in.
 
-    `copies` say how often an example is taken, with all its `each` documents. Returns the manifest's entries of the new
+    `copies` say how often an example is used, with all its `each` documents. Returns the manifest's entries of the new
     files.
     """
     with StreamFiles(schema) as files:
@@ -279,12 +279,12 @@ def _body(
 
 
 def _by_source(split: SampledSplit, often: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
-    """Of each source, how often each of its documents is taken: they lie source by source."""
+    """Of each source, how often each of its documents is used: they lie source by source."""
     return np.split(often, np.cumsum([counts.documents for counts in split.counts])[:-1])
 
 
 def _source_reports(split: SampledSplit, often: npt.NDArray[np.int32], kind: ExampleKind) -> list[dict[str, Any]]:
-    """Of each source, in order: what was read and how much of it is taken."""
+    """Of each source, in order: what was read and how much of it is used."""
     return [
         {
             "path": source.path, "files": len(source.files), "rows": counts.records, "documents": counts.documents,
@@ -309,7 +309,7 @@ def _refuse_nothing(split: SampledSplit, documents: int, unit: str) -> None:
         raise (NoRowsError if split.name == "train" else DataError)(f"{names}: no rows")
     if counts.documents:
         raise DataError(
-            f"{names}: no {unit} is taken of {counts.documents:,}", hint=f"raise the weight of data.{split.name}"
+            f"{names}: no {unit} of {counts.documents:,} is used", hint=f"raise the weight of data.{split.name}"
         )
     reasons = counts.skipped + counts.dropped
     listed = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))

@@ -177,7 +177,7 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
         for source in sources:
             warnings += _form_warnings(split, source, unit)
             if source["documents"] and not source["sampled"]:
-                warnings.append(f"data.{split}: nothing is taken of {source['path']}: its share rounds to no {unit}")
+                warnings.append(f"data.{split}: nothing of {source['path']} is used: its share rounds to no {unit}")
     for reason, count in by_answer_of(report)["left_out"].items():
         warnings.append(f"{count:,} answers of chats with others that are trained are left out: {reason}")
     if report["overlap"]:
@@ -244,7 +244,7 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
 
 
 def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> Iterator[Line]:
-    """A line for each source, where there are several or a share is taken."""
+    """A line for each source, where there are several or a share is used."""
     plain = all(source["sampled"] == source["documents"] and not source["repeated"] for source in sources)
     for source in sources if len(sources) > 1 or not plain else ():
         text = f"{source['path']}  {counted(source['documents'], unit)}"

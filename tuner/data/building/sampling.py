@@ -34,7 +34,7 @@ _EVAL_SOURCES = 1 << 32
 
 
 def copies(source: Source, documents: int, seed: int, number: int) -> npt.NDArray[np.int32]:
-    """Return int32[documents]: how often each document of a source is taken.
+    """Return int32[documents]: how often each document of a source is used.
 
     Whole passes first, then a sample without replacement. `number` is the source's place in the recipe: two sources
     draw independently. Raw Philox words are sorted, as for the order of rows: numpy promises them for ever.
@@ -103,7 +103,7 @@ def hold_out(
 
     So do documents of one record: `records`, int64[documents], are the records' numbers where one may be several
     documents.
-    Documents are visited in the order of a hash of their tokens, keyed by the seed; a group is taken where it still
+    Documents are visited in the order of a hash of their tokens, keyed by the seed; a group is held out where it still
     fits. DataError where nothing would be left in a split.
     """
     total = len(digests)

@@ -128,7 +128,7 @@ def positions_in(config: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is taken.
+    """One entry of `data.train` or `data.eval`: its files, in order, and how much of them is used.
 
     That is `weight` times its documents, or exactly `count` of them.
     """
@@ -142,12 +142,12 @@ class Source:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every document is taken once."""
+        """Whether every document is used once."""
         return self.count is None and self.weight == 1
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the recipe's seed may decide what is taken; whole multiples need none."""
+        """Whether the recipe's seed may decide what is used; whole multiples need none."""
         return self.seed is None and (self.count is not None or self.weight != math.floor(self.weight))
 
     def total(self, documents: int) -> int:

@@ -24,7 +24,7 @@ from tuner.runtime.memory import resident_bytes
 MAX_SOURCE_CHARS, MAX_TOKENS, MAX_NESTING = 1 << 18, 1 << 14, 100
 """Of a template's source: its characters, its tokens, and how deep its statements and expressions lie in each other."""
 MAX_STEPS = 2_000_000
-"""Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
+"""Rounds of loops and calls of macros in one render: an endless template stops, on all machines alike."""
 MAX_SECONDS, FIRST_SECONDS, MESSAGE_SECONDS = 1.0, 0.2, 0.01
 """Processor time of one render: at most, for the first message, and for each more."""
 MAX_WASTED_SECONDS = 1.0
@@ -189,7 +189,7 @@ class Meter:
         return value if isinstance(value, str) else self.bounded(value)
 
     def counted(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
-        """The same values, each of which is charged as it is taken."""
+        """The same values, each of which is charged when it is read."""
         for value in values:
             self.charge(cost)
             yield value

@@ -96,7 +96,7 @@ class Elements:
         return bool(block)
 
     def _pass(self, stop: int) -> None:
-        """Go on to position `stop` of the buffer, counting lines and columns."""
+        """Advance to position `stop` of the buffer, counting lines and columns."""
         passed = self._buffer[self._at : stop]
         lines = passed.count(b"\n")
         if lines:

@@ -1,7 +1,7 @@
 """Records to examples: which form a record has, and each of its values checked.
 
-A form is told from the keys of each record, in the order of `FORMS`, unless the recipe names one. A key whose value is
-null counts as absent: tables fill with null what a record does not have.
+A form is recognised by the keys of each record, in the order of `FORMS`, unless the recipe names one. A key whose
+value is null counts as absent: tables fill with null what a record does not have.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -196,7 +196,7 @@ def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
 
 
 class RecordForm(NamedTuple):
-    """A form of record, which one is told by: it has all of the ``keys``."""
+    """A form of record, recognised by having all of the ``keys``."""
 
     keys: tuple[str, ...]
     parse: Callable[[Record], Example]

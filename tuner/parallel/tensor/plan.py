@@ -1,7 +1,7 @@
 """Which layers of a model are split, and how: the plan that transformers' config class carries, held to the model.
 
 A plan names layers (``layers.*.self_attn.q_proj``) and the style of each. It says nothing of what it does not name, so
-a block whose split layers have numbers between them that only some processes hold is taken where the plan names every
+a block whose split layers have numbers between them that only some processes hold is split where the plan names every
 parameter of the block. What is not split (norms, routers, experts) is on all processes of a group.
 """
 

@@ -46,7 +46,7 @@ class InitialWeights(Part):
             from tuner.run.bank import begin_bank
 
             self._bank = begin_bank(self._entries, ready.status)
-            resolved = replace(resolved, versions={n: one.name for n, one in self._bank.at_hand.items()})
+            resolved = replace(resolved, versions={n: one.name for n, one in self._bank.current.items()})
         return resolved if begins is None else replace(resolved, given=begins.meta[GIVEN])
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:

@@ -179,7 +179,7 @@ class Part:
         return ()
 
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
-        """The run is where its checkpoint was, and no step is taken yet."""
+        """The run is where its checkpoint was, and no step is trained yet."""
 
     def source(self, prepared: Prefetcher) -> BatchSource | None:
         """What the launch's steps train on, where it is not (all of) the ``prepared`` rows. One part has a source."""

@@ -44,7 +44,7 @@ class Windows(Part):
         if isinstance(begun, RunResult):
             return begun
         self._position = begun
-        return prepared_window(before.spec, begun.at_hand)
+        return prepared_window(before.spec, begun.current)
 
     def handed_over(self) -> dict[str, Any]:
         """The position."""
@@ -58,7 +58,7 @@ class Windows(Part):
 
     def starts(self, starts: Starts) -> Starts:
         """A window's rows are counted from its first step."""
-        return replace(starts, data=self._position.at_hand.first_step, portion=self._position.number)
+        return replace(starts, data=self._position.current.first_step, portion=self._position.number)
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """A reference of columns would have to know the windows that come later. Raises RecipeError."""
@@ -75,7 +75,7 @@ class Windows(Part):
         if (position := ranks.on_rank0(lambda: self._position)) == self._position:
             return ready
         self._position = position
-        directory = prepared_window(ready.spec, position.at_hand)
+        directory = prepared_window(ready.spec, position.current)
         return replace(ready, data_dir=directory, data=open_prepared(directory))
 
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:

@@ -229,7 +229,7 @@ class ExportProcess:
     """What the adapter of a quantised base is merged into; None where there is no choice."""
     log: Path
     warn: Callable[[str], None]
-    """Told of what the command warned of."""
+    """Called with each warning of the command."""
     niceness: int
     """Above this process's own."""
     _process: subprocess.Popen[bytes] | None = None

@@ -102,7 +102,7 @@ class LogTask(Task):
     def step_taken(self, taken: TakenStep) -> Iterator[Event]:
         """Lines of steps before this one, or its own, may become known."""
         self._unread.append(taken)
-        while self._unread and (len(self._unread) > 1 or self._unread[0].scalars.at_hand):
+        while self._unread and (len(self._unread) > 1 or self._unread[0].scalars.arrived):
             yield self._read()
 
     def settle(self) -> Iterator[Event]:

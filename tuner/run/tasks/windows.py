@@ -1,4 +1,4 @@
-"""The task that prepares the next window of data next to training, and opens it when the one at hand is trained."""
+"""The task that prepares the next window of data next to training, and opens it when the current one is trained."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class WindowTask(Task):
     """Goes over from each window to the next one, after its evaluation and its save; the last task of a step.
 
     Rank 0 has the finder. What keeps a window from being prepared is said at once, and raised when training needs it:
-    by then the window at hand is trained and saved.
+    by then the current window is trained and saved.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class WindowTask(Task):
         self._said, self._trained = "", 0
 
     def start(self) -> None:
-        """Say which window is at hand, and begin to prepare the one after it."""
-        self._say_opened(self._windows.position.at_hand, 0.0)
+        """Say which window is open, and begin to prepare the one after it."""
+        self._say_opened(self._windows.position.current, 0.0)
         self._look_ahead()
 
     def step_taken(self, taken: TakenStep) -> None:
@@ -56,7 +56,7 @@ class WindowTask(Task):
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Open the next window where this one is done; it is waited for. Collective."""
         if self._progress.is_last_step:
-            name = {"window": self._windows.position.number + 1, "name": self._windows.position.at_hand.name}
+            name = {"window": self._windows.position.number + 1, "name": self._windows.position.current.name}
             yield Event("window", self._progress.step, self._progress.tokens, name)
             self._end_launch()
         if Request.STOP not in agreed and self._progress.is_last_step and not self._progress.is_over:
@@ -109,7 +109,7 @@ class WindowTask(Task):
         match look.found.kind:
             case "ready":
                 self._windows.open(look.found.entry, look.entries, self._context.assembly, progress)
-                opened = self._windows.position.at_hand
+                opened = self._windows.position.current
                 Collective(gloo_group()).on_rank0(lambda: self._note_opened(opened))
                 self._say_opened(opened, waited)
             case "ended":
@@ -152,7 +152,7 @@ class WindowTask(Task):
 
 
 def _finder(context: LaunchContext, windows: OpenedWindows) -> Finder:
-    """What looks for the windows after the one at hand, and notes those that are left out; on rank 0."""
+    """What looks for the windows after the current one, and notes those that are left out; on rank 0."""
     position, run = windows.position, context.run
     preparation = PreparedBeside(recipe_dict(recipe_again(context.assembly.resolved, {})), run.logs / PORTIONS_LOG)
     known = position.entries[position.number + 1 :]

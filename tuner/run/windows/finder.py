@@ -402,10 +402,10 @@ class OpenedWindows:
     spec: PrepareSpec
     position: WindowPosition
     rows: Prefetcher | None = field(default=None, init=False)
-    """What takes the rows of the window at hand; there during the loop."""
+    """What takes the rows of the current window; there during the loop."""
 
     def as_state(self) -> list[dict[str, Any]]:
-        """Their part of a checkpoint's JSON state: the window at hand is the last."""
+        """Their part of a checkpoint's JSON state: the current window is the last."""
         return [entry.as_state() for entry in self.position.decided]
 
     @property
@@ -447,6 +447,6 @@ class OpenedWindows:
 
 
 def may_follow(assembly: Assembly, progress: Progress) -> bool:
-    """Whether a window may follow the one at hand: the run does not end with it by its duration."""
+    """Whether a window may follow the current one: the run does not end with it by its duration."""
     limit = PortionPlans(assembly.resolved).limit
     return limit is None or progress.plan.total_steps < limit

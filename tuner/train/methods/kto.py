@@ -3,7 +3,7 @@
 The log-ratio r of an answer is its log-probability less what the reference gives it, its implicit reward beta times
 that. z is the mean log-ratio of mismatched documents, prompts with the answers to others, at least 0: an estimate of
 the divergence of the policy from the reference. The loss of a desirable answer is its weight times
-``1 - s(beta (r - z))``, of an undesirable one ``1 - s(beta (z - r))``; z has no gradient and is taken over the whole
+``1 - s(beta (r - z))``, of an undesirable one ``1 - s(beta (z - r))``; z has no gradient and is computed over the whole
 global batch before the first forward, so that neither micro-batches nor processes change it. With z = 0 it is APO-zero
 for answers with labels (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266).
 """

@@ -168,7 +168,7 @@ class RewardOfAnswers(PairMethod):
 
 
 class AnswersAlone(PairMethod):
-    """Pairs by the log-probabilities of their answers alone, for a model whose reference is not at hand.
+    """Pairs by the log-probabilities of their answers alone, for a model whose reference model is not loaded.
 
     The loss is the cross-entropy of chosen answers, per token. ``accuracy`` says how often the chosen answer is the
     more probable one, ``accuracy_per_token`` how often it is per token, which does not favour short answers.

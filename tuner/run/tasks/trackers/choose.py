@@ -135,7 +135,7 @@ TRACKERS: dict[str, Known] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that every tracker's library is installed, and its key at hand. Raises MachineError. No network is used."""
+    """Check that every tracker's library is installed, and its key set. Raises MachineError. No network is used."""
     for name in names:
         known = TRACKERS[name]
         if missing := [module for module in known.modules if not _installed(module)]:

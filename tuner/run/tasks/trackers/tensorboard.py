@@ -22,7 +22,7 @@ class TensorBoard:
             self._writer.flush()
 
     def held(self) -> None:
-        """Its files are not read: what is taken again replaces what was there."""
+        """Its files are not read: steps that are trained again replace what was there."""
 
     def send(self, points: Sequence[TrackedPoint]) -> None:
         """Write one event a point, through to the file."""

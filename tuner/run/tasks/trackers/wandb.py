@@ -50,7 +50,7 @@ class Wandb:
 
 
 def require_login() -> None:
-    """Check without a network that a key is at hand, where one is needed. Raises MachineError; never asks for one."""
+    """Check without a network that a key is set, where one is needed. Raises MachineError; never asks for one."""
     mode = wandb.setup().settings.mode
     if mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
         said = "wandb: no API key in the environment"
