@@ -10,6 +10,7 @@ with 1 where one fails.
 """
 
 import itertools
+import json
 import os
 import random
 import time
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from tests.model import test_triton_attention
+from tests.fixtures.commands import printed
 from tests.model.cuda_branch import LORA, check, triton_stand_in
+from tests.model.test_triton_attention import COMPARE
 from tools.commands import asked, judged, workplace
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
@@ -58,10 +60,9 @@ def interpreter() -> Iterator[str]:
         lengths = [rng.randint(1, 200) for _ in range(rng.randint(1, 4))]
         window, cap = rng.choice((0, 1, 17, 300)), rng.choice((0.0, 5.0))
         cases.append((keys * group, keys, width, value_width, lengths, window, cap))
-    test_triton_attention.CASES[:] = cases
-    found = {}
-    for types in ("float32", "float16"):
-        found |= test_triton_attention.differences("cpu", types, TRITON_INTERPRET="1")
+    found: dict[str, float] = {}
+    for dtype in ("float32", "float16"):
+        found |= printed(COMPARE, "cpu", dtype, json.dumps(cases), TRITON_INTERPRET="1")
     for case, far in found.items():
         print(f"{far:.1e}  {case}", flush=True)
         if far > (2e-6 if case.startswith("float32") else 2e-3):

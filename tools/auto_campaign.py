@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tools.commands import asked, some, workplace
 from tuner.config.load import LoadedRecipe, load_recipe
@@ -72,7 +73,7 @@ def settle(case: Case, place: Path) -> bool:
     from tuner.profile import search
     from tuner.profile.choose import choose
     from tuner.profile.devices import find_device, parse_processes
-    from tuner.profile.predict import Target
+    from tuner.profile.predict import Target, predict_by_layers
     from tuner.runtime.dist import RankInfo
     from tuner.runtime.files import gib
     from tuner.setup.settled import with_whole_batches
@@ -80,19 +81,15 @@ def settle(case: Case, place: Path) -> bool:
     machines, each = parse_processes(case.processes)
     device, ranks = find_device(case.device), RankInfo(0, machines * each, 0, each)
     predicted = [0]
-    predict = search.predict_by_layers
 
     def counted(*given: Any) -> Any:
         predicted[0] += 1
-        return predict(*given)
+        return predict_by_layers(*given)
 
-    search.predict_by_layers = counted  # type: ignore[attr-defined]
     started = time.monotonic()
-    try:
+    with patch.object(search, "predict_by_layers", counted):
         recipe = with_whole_batches(loaded(case, place), ranks.world_size).recipe
         settled, found = choose(recipe, Target(device, ranks, device.memory_bytes))
-    finally:
-        search.predict_by_layers = predict  # type: ignore[attr-defined]
     seconds, good = time.monotonic() - started, found.verdict == "fits" and case.holds(settled.values)
     values = ", ".join(f"{key} {value}" for key, value in settled.values.items())
     ended = "ok" if good else "FAILED"

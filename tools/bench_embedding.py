@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 def write_model(directory: Path, vocabulary: int, width: int) -> None:
     """The config of a model that is little more than its embedding."""
-    from transformers import LlamaConfig
+    from transformers.models.llama import LlamaConfig
 
     LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,

@@ -41,7 +41,7 @@ CASES = ("raw", "copy", "ours", "dcp", "merge")
 
 def config(gigabytes: float) -> Any:
     """A llama whose float32 weights have about so many bytes."""
-    from transformers import LlamaConfig
+    from transformers.models.llama import LlamaConfig
 
     hidden, vocabulary = 1024, 32000
     layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
@@ -55,7 +55,7 @@ def config(gigabytes: float) -> Any:
 def write_checkpoint(directory: Path, gigabytes: float, ranks: int) -> None:
     """A run directory whose only checkpoint was saved by so many ranks, with the model's answers to two prompts."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers.models.llama import LlamaForCausalLM
 
     from tests.export.runs import write_tokenizer
     from tests.fixtures.processes import fork, wait
@@ -175,9 +175,11 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
     from tuner.export import hf, verify
     from tuner.export.outputs import trained_skeleton
     from tuner.export.plan import ExportOptions, plan_export
+    from tuner.export.proof import prove
+    from tuner.export.write import quiet
 
     figures: dict[str, float] = {}
-    with hf.quiet():
+    with quiet():
         plan = plan_export(directory / "run", target, ExportOptions("fp32"))
         trained = trained_skeleton(plan.source)
         target.mkdir()
@@ -189,7 +191,7 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
             verify.require_written(target, written, outputs)
         with measured(figures, "logits"):
             probes = hf.read_probes(plan.source)
-            figures["difference"] = hf.prove(plan, target, trained, probes, form).difference.absolute
+            figures["difference"] = prove(plan, target, trained, probes, form).difference.absolute
     return figures
 
 
@@ -197,7 +199,8 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
     """Save by DCP's Hugging Face writer, with consolidation, what a rank of the checkpoint holds."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from tuner.checkpoint.open import open_checkpoint

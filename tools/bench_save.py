@@ -62,11 +62,12 @@ def save_ours(place: Path, state: dict[str, Any]) -> None:
 
 def save_dcp(place: Path, state: dict[str, Any]) -> None:
     """DCP's own format, flushed."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(place, thread_count=1, sync_files=True))
+        save(state, storage_writer=FileSystemWriter(place, thread_count=1, sync_files=True))
 
 
 def save_raw(place: Path, state: dict[str, Any]) -> None:
@@ -111,6 +112,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
     from tuner.train import loop
+    from tuner.train.step import optimizer_step
 
     tree = {
         **RECIPE, "model": {"name_or_path": str(model_dir)}, "output_dir": str(work / name),
@@ -121,11 +123,11 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     os.sync()
     began: list[float] = []
     stood, ended = [0.0], [0.0]
-    real_step, real_save, real_settle = loop.optimizer_step, SaveTask._save, SaveTask._settle
+    real_save, real_settle = SaveTask._save, SaveTask._settle
 
     def step(*args: Any) -> Any:
         began.append(time.perf_counter())
-        return real_step(*args)
+        return optimizer_step(*args)
 
     def save(task: SaveTask, *args: Any, **options: Any) -> Any:
         started = time.perf_counter()

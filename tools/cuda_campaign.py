@@ -30,6 +30,7 @@ from tuner.profile.devices import find_device
 from tuner.profile.predict import Target, predict
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.torch_private import TorchDispatchMode
+from tuner.train.step import optimizer_step
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
@@ -91,11 +92,9 @@ def check_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bou
 @contextlib.contextmanager
 def demanding() -> Iterator[None]:
     """Within, the steps that are traced are held to the kernels' demands."""
-    plain = tracing.optimizer_step
-
     def step(*given: Any) -> Any:
         with Demands():
-            return plain(*given)
+            return optimizer_step(*given)
 
     with patch.object(tracing, "optimizer_step", step):
         yield

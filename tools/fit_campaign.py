@@ -86,7 +86,7 @@ def trial(case: Case, seed: int, samples: int) -> Trial:
     size = Size(10 * case.sizes[-1], 200 * case.sizes[-1])
     run = truth.loss(size.parameters, size.tokens)
     run *= math.exp(case.of_rungs * random.standard_normal() + deviation(case, random))
-    fit = fit_widened(points, "loss", Settings(LEVEL, samples, seed), NEEDED_SIZES).fit
+    fit, _ = fit_widened(points, "loss", Settings(LEVEL, samples, seed), NEEDED_SIZES)
     predicted = fit.predict([size])[0]
     true = {"E": truth.constant, "a": truth.parameters_exponent, "b": truth.tokens_exponent}
     known = {one.name: one.value for one in parameters_of(fit) if not one.why and one.name in true}

@@ -157,8 +157,8 @@ def run(arch: int, told: Results) -> int:
 
 def kernels_of(arch: int, heads: tuple[int, int, int, int], way: Way) -> object:
     """What programs are made of: heads that share it have the same ones."""
-    queries, keys, *sizes = heads
-    given = flash4_attention.widths(arch // 10, *sizes, queries != keys)
+    queries, keys, width, value_width = heads
+    given = flash4_attention.widths(arch // 10, width, value_width, queries != keys)
     return given or heads, queries // keys, way._replace(window=bool(way.window), has_sink=has_sink(arch, way))
 
 

@@ -42,7 +42,7 @@ FLAWS = tuple(Flaw(**one) for one in beside(__file__))
 def prepare(directory: Path) -> None:
     """A tiny model with weights, and rows."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()

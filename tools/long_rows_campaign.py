@@ -26,7 +26,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+from transformers import PretrainedConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config

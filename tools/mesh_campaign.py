@@ -100,7 +100,8 @@ class Found:
 def write_inputs(place: Path) -> None:
     """The models and the rows of all cells; what is there stays."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if (place / "rows").is_dir():
         return

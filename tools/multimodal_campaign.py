@@ -18,8 +18,9 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel, Qwen2Tokenizer
+from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.qwen2 import Qwen2Tokenizer
 
 from tools.causal_cases import quiet, tiny_config
 from tools.commands import asked, some, workplace

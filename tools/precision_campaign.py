@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from tools.commands import ROOT, asked, read_lines, workplace, write_lines
 from tuner.checkpoint.load import content_sha256

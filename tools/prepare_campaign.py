@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.fixtures.processes import of_variable, processes_where
 from tools.commands import asked, one_of, workplace
@@ -92,28 +93,32 @@ def count_calls(fatal: tuple[int, str] | None) -> list[str]:
     return seen
 
 
+def replace_in(module: Any, **replacements: Any) -> None:
+    """Put others in place of names of a module, for good. AttributeError where it has none of that name."""
+    patch.multiple(module, **replacements).start()
+
+
 def rename_before_manifest() -> None:
     """A mutant: the directory gets its name first, and its manifest then."""
     from tuner.data.building import cache
+    from tuner.runtime.files import publish_dir, write_json
 
     late: list[tuple[Path, Any]] = []
-    write, publish = cache.write_json, cache.publish_dir
-    cache.write_json = lambda path, value: late.append((path, value))  # type: ignore[assignment]
 
     def publish_first(tmp: Path, final: Path) -> None:
-        publish(tmp, final)
+        publish_dir(tmp, final)
         for path, value in late:
-            write(final / path.name, value)
+            write_json(final / path.name, value)
         late.clear()
 
-    cache.publish_dir = publish_first
+    replace_in(cache, write_json=lambda path, value: late.append((path, value)), publish_dir=publish_first)
 
 
 def keep_leftovers() -> None:
     """A mutant: what a killed builder left is never swept."""
     from tuner.data.building import cache
 
-    cache._leftovers = lambda final: []
+    replace_in(cache, _leftovers=lambda final: [])
 
 
 def build_without_lock() -> None:
@@ -122,7 +127,7 @@ def build_without_lock() -> None:
 
     from tuner.data.building import cache
 
-    cache._lock = lambda *_, **__: nullcontext()  # type: ignore[assignment]
+    replace_in(cache, FileLock=lambda *_, **__: nullcontext())
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

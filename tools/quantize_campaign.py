@@ -121,7 +121,8 @@ def files(peer: Any) -> Iterator[str]:
 
 def models(peer: Any) -> Iterator[str]:
     """Problems of models that transformers saves."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     wishes: dict[str, dict[str, Any]] = {
         "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -151,7 +152,8 @@ def _weights_of(peer: Any, case: str, model: torch.nn.Module, stored: dict[str, 
     if len(weights) != 2 * 7:
         yield f"{case}: {len(weights)} weights of two layers are found"
     for name, parts in weights.items():
-        weight, tensors = model.get_parameter(name), {part: stored[full] for part, full in parts.items()}
+        weight: Any = model.get_parameter(name)  # one of bitsandbytes' own
+        tensors = {part: stored[full] for part, full in parts.items()}
         if "SCB" in tensors:
             expected = peer.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
         else:

@@ -88,7 +88,7 @@ def _losses(place: Path, name: str, start: Start) -> list[float]:
 def reading(directory: Path) -> dict[str, Any]:
     """Memory of its own that a process takes to read a drawn base, and what the model holds then."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tools.commands import ROOT, asked, some, workplace
 
@@ -67,7 +68,7 @@ def counter_of(shapes: set[Any], local_size: int) -> Any:
 
 def count(case: Case, rows: int) -> dict[str, Any]:
     """The traffic of each traced micro-batch, the whole step's FLOPs and the predicted peak of one process."""
-    from transformers import Qwen3Config
+    from transformers.models.qwen3 import Qwen3Config
 
     from tuner.config.load import load_recipe
     from tuner.profile import predict as predicting
@@ -76,9 +77,9 @@ def count(case: Case, rows: int) -> dict[str, Any]:
     from tuner.runtime import phase
     from tuner.runtime.dist import RankInfo
     from tuner.runtime.torch_private import TorchDispatchMode
+    from tuner.train.step import optimizer_step
 
     counters: list[Any] = []
-    plain = tracing.optimizer_step
 
     class Watched(TorchDispatchMode):  # type: ignore[misc]  # its type is not known
         def __torch_dispatch__(
@@ -91,7 +92,7 @@ def count(case: Case, rows: int) -> dict[str, Any]:
         shapes = {shape for p in state.root.parameters() for shape in (p.shape, getattr(p, "_local_tensor", p).shape)}
         counters.append(counter_of(shapes, case.processes[1]))
         with phase.observed(counters[-1].begin), Watched():
-            return plain(state, *rest)
+            return optimizer_step(state, *rest)
 
     with workplace() as directory:
         Qwen3Config(**case.shape, **SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
@@ -102,11 +103,8 @@ def count(case: Case, rows: int) -> dict[str, Any]:
         }
         recipe, card = load_recipe(tree).recipe, find_device("h100-80g")
         world, local = case.processes
-        tracing.optimizer_step = step
-        try:
+        with patch.object(tracing, "optimizer_step", step):
             found = predicting.predict(recipe, predicting.Target(card, RankInfo(0, world, 0, local), card.memory_bytes))
-        finally:
-            tracing.optimizer_step = plain
     n_micro = max(1, recipe.train.global_batch_size // (recipe.train.micro_batch_size * world))
     return {
         "name": case.name, "micro": [asdict(one) for one in counters[0].micro], "n_micro": n_micro,

@@ -51,7 +51,10 @@ class Way:
 
 def config_of(kind: str, small: bool) -> Any:
     """A model of four layers, two where the day is small, with heads of 64."""
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+    from transformers.models.gemma3 import Gemma3TextConfig
+    from transformers.models.llama import LlamaConfig
+    from transformers.models.mistral import MistralConfig
+    from transformers.models.qwen3 import Qwen3Config
 
     layers, width = (2, 64) if small else (4, 256)
     made = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}[kind]

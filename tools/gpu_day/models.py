@@ -38,7 +38,7 @@ END = 2
 
 def config_of(day: Day, size: str, layers: int | None = None) -> Any:
     """The config of a model of this size, tiny where the day is; of so many layers."""
-    from transformers import Qwen3Config
+    from transformers.models.qwen3 import Qwen3Config
 
     shape = SMALL if day.small else SHAPES[size]
     config = Qwen3Config(**shape, bos_token_id=1, eos_token_id=END, pad_token_id=0, architectures=["Qwen3ForCausalLM"])

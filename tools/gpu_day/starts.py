@@ -68,7 +68,7 @@ def _pairs(day: Day) -> dict[str, Path]:
     def text() -> str:
         return " ".join(str(draw.randrange(10**4)) for _ in range(draw.randrange(3, 20)))
 
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "dpo": [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(64)],
         "kto": [{"prompt": text(), "completion": text(), "label": bool(i % 2)} for i in range(64)],
     }
