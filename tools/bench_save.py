@@ -123,7 +123,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     os.sync()
     began: list[float] = []
     stood, ended = [0.0], [0.0]
-    real_save, real_settle = SaveTask._save, SaveTask._settle
+    real_save, real_join = SaveTask._save, SaveTask._join
 
     def step(*args: Any) -> Any:
         began.append(time.perf_counter())
@@ -134,12 +134,12 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
         yield from real_save(task, *args, **options)
         stood[0] += time.perf_counter() - started
 
-    def settle(task: SaveTask) -> Any:
+    def join(task: SaveTask) -> Any:
         if task._progress.step == steps and not ended[0]:
             ended[0] = time.perf_counter()
-        return real_settle(task)
+        return real_join(task)
 
-    noting = patch.multiple(SaveTask, _save=save, _settle=settle)
+    noting = patch.multiple(SaveTask, _save=save, _join=join)
     with patch.object(loop, "optimizer_step", step), noting:
         train(load_recipe(tree), LaunchOptions(), RankInfo(), Console(main=False))
     shutil.rmtree(work / name)

@@ -98,7 +98,7 @@ def made(directory: Path, adapter: bool) -> CausalLM:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     root = CausalLM(model.eval())
-    root.layout.go_by(route_of(model)[0])
+    root.layout.set_route(route_of(model)[0])
     return root
 
 
@@ -109,10 +109,10 @@ def both(build: Callable[[], CausalLM]) -> str:
         root = build()
         if ("flat", "batch", "calls").index(root.layout.route) > ("flat", "batch", "calls").index(route):
             continue
-        root.layout.go_by(route)
+        root.layout.set_route(route)
         every, _ = verdict(root, True)
         root = build()
-        root.layout.go_by(route)
+        root.layout.set_route(route)
         few, ran = verdict(root, False)
         if few != every:
             return f"differs: on {route}, all layers: {every}; few: {few}"

@@ -78,7 +78,7 @@ def test_what_is_made_of_a_model_has_one_door() -> None:
         for what, owner in _written(tree)
         if owner.rpartition(".")[2] in {"root", "parts"} and owner != "path.parts"
     }
-    assert others == {("tuner.profile.tracing", "each.parts.most_forwards")}, "which stands in for the other processes"
+    assert others == {("tuner.profile.tracing", "each.parts.max_forwards")}, "which stands in for the other processes"
 
 
 def _written(tree: ast.AST) -> list[tuple[str, str]]:

@@ -254,7 +254,7 @@ def test_large_rows_come_in_an_order_that_nobody_holds(shuffle: bool, monkeypatc
         assert sorted(epochs[-1]) == list(range(40))
     assert (epochs[0] == epochs[1], epochs[0] == sorted(epochs[0])) == (not shuffle, not shuffle)
     one.max_rows = 11
-    one.go_over(rows, 1)  # type: ignore[arg-type]
+    one.switch_to(rows, 1)  # type: ignore[arg-type]
     assert sorted(np.concatenate([one.row_ids(0), one.row_ids(1)]).tolist()) == list(range(11))
 
 

@@ -17,7 +17,7 @@ from tuner.model.build import model_config
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.initial import planned
-from tuner.setup.model import Built, assembled
+from tuner.setup.model import LoadedModel, assembled
 from tuner.setup.resolve import model_spec, resolve
 from tuner.setup.specs import assembly_spec, trainable_of
 
@@ -75,13 +75,13 @@ def planned_for(recipe: Recipe) -> InitPlan:
     return planned(recipe, config, trainable_of(recipe, range(0)))
 
 
-def built(recipe: Recipe, new_ids: range = range(0)) -> Built:
+def built(recipe: Recipe, new_ids: range = range(0)) -> LoadedModel:
     """The model of a recipe as a training starts with it."""
     resolved = resolve(recipe, MAX_LENGTH, RankInfo(), new_ids)
     return assembled(resolved, assembly_spec(resolved), Mesh(), torch.device("cpu"))
 
 
-def values(model: Built) -> TENSORS:
+def values(model: LoadedModel) -> TENSORS:
     """Its parameters by name, without what peft adds to the names."""
     return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in model.root.model.named_parameters()}
 
@@ -92,7 +92,7 @@ def held(directory: Path) -> TENSORS:
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def given(model: Built) -> dict[str, Any]:
+def given(model: LoadedModel) -> dict[str, Any]:
     """What was noted of what it was given, without its report."""
     found = model.facts.given
     assert found is not None

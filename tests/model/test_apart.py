@@ -75,7 +75,7 @@ def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
 def test_documents_apart_are_those_that_the_plain_model_computes_alone(kind: str, route: Route, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     plain = plainly(tmp_path, root)
-    root.layout.go_by(route)
+    root.layout.set_route(route)
     for lengths in ((5, 9, 1, 8), (3, 20, 12, 2), (7,)):
         ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(sum(lengths)))
         inputs = packed_inputs(ids, lengths)
@@ -143,7 +143,7 @@ def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> 
     positions = torch.cat([torch.arange(length) for length in lengths])
     with pytest.raises(RuntimeError, match="must match the size"):
         root.logits(ids, positions, lengths, torch.arange(52))
-    root.layout.go_by(route)
+    root.layout.set_route(route)
     assert prove_route(root, VOCAB, True, 24) is None
     assert root.logits(ids, positions, lengths, torch.arange(52)).isfinite().all()
 
@@ -155,7 +155,7 @@ def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: 
     root = drawn_root(config, tmp_path)
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")
-    root.layout.go_by(route)
+    root.layout.set_route(route)
     assert prove_route(root, VOCAB, True, 64) is None
 
 
@@ -188,7 +188,7 @@ def test_answers_are_those_of_the_plain_model(tmp_path: Path) -> None:
     root = root_of("bart", tmp_path)
     plain = plainly(tmp_path, root).model
     plain.generation_config.forced_eos_token_id = None
-    root.layout.go_by("batch")
+    root.layout.set_route("batch")
     root.eval()
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
     answers = greedy(root, prompts, (), [5] * 3, torch.device("cpu"))

@@ -88,7 +88,7 @@ def test_a_torch_whose_parts_are_its_own_is_given_a_number(
     check("narrow", tmp_path / "b", allowed=allowed)
     assert all(call.bound == call.longest for call in CALLS)
     root = root_for("narrow", tmp_path / "c")
-    root.parts.complete(padding=Padding(TOKENS, LONGEST))
+    root.parts.set_once(padding=Padding(TOKENS, LONGEST))
     with traced_for("cuda"):
         take(root, (5, 7))
     assert CALLS[-1].bound == LONGEST and CALLS[-1].longest < 2 * LONGEST

@@ -105,11 +105,11 @@ def test_missing_and_extra_weights_are_fatal(tmp_path: Path) -> None:
 def test_what_is_made_of_a_model_is_made_once(tmp_path: Path) -> None:
     root = tiny_root("llama", tmp_path)
     assert root.parts == ModelParts()
-    root.parts.complete(padding=Padding(64, 64))
-    root.parts.complete(sum_partial_gradients=lambda: None)
+    root.parts.set_once(padding=Padding(64, 64))
+    root.parts.set_once(sum_partial_gradients=lambda: None)
     assert root.parts.padding == Padding(64, 64)
     with pytest.raises(AssertionError, match="padding: made of this model already"):
-        root.parts.complete(padding=Padding(32, 32))
+        root.parts.set_once(padding=Padding(32, 32))
 
 
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero"}

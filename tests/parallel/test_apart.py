@@ -49,9 +49,9 @@ def test_two_processes_give_the_gradients_of_one(route: Route, tmp_path: Path) -
             give_values=lambda root: materialise(root, whole if rank == 0 else None, torch.device("cpu")),
         ).train()
         asked: list[tuple[int, int]] = []
-        most = root.parts.most_forwards
+        most = root.parts.max_forwards
         asking = lambda own: asked.append((own, most(own))) or asked[-1][1]  # type: ignore[func-returns-value] # noqa: E731
-        root.parts = replace(root.parts, most_forwards=asking)
+        root.parts = replace(root.parts, max_forwards=asking)
         assert taken(root, rank) == pytest.approx(losses[rank], rel=1e-6)
         forwards = {"batch": (2, 1), "calls": (4, 2)}[route]
         assert asked == [(forwards[rank], forwards[0])]

@@ -35,8 +35,8 @@ def tiny_model() -> CausalLM:
 
 
 def sharded(
-    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, rounded_to: torch.dtype | None = None,
-    tokens: int | None = None, reduced_in: torch.dtype | None = None,
+    rank: int, reshard: bool = True, processes_to_a_copy: int = 2, param_dtype: torch.dtype | None = None,
+    tokens: int | None = None, reduce_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
@@ -44,7 +44,7 @@ def sharded(
     spec = MeshSpec("full" if processes_to_a_copy == 2 else "none")
     meshes = Mesh.of(RankInfo(rank, 2, rank, 2), spec).device_meshes("cpu")
     if meshes.weights is not None:
-        shard(root, meshes, reshard, rounded_to, tokens, reduced_in=reduced_in)
+        shard(root, meshes, reshard, param_dtype, tokens, reduce_dtype=reduce_dtype)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 
@@ -112,7 +112,7 @@ def test_what_is_sent_for_a_micro_batch(tmp_path: Path) -> None:
 
     def work(rank: int) -> None:
         sent = Sent()
-        root = sharded(rank, rounded_to=torch.bfloat16)
+        root = sharded(rank, param_dtype=torch.bfloat16)
         with sent, torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             step(root, rank)
         whole = dict(tiny_model().named_parameters())
@@ -127,18 +127,18 @@ def test_what_is_sent_for_a_micro_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
-def test_gradients_reduced_in_bf16_are_half_as_much_to_send(rounded_to: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_gradients_reduced_in_bf16_are_half_as_much_to_send(param_dtype: torch.dtype | None, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         found, sent = [], []
-        for reduced_in in (None, torch.bfloat16):
-            root = sharded(rank, rounded_to=rounded_to, reduced_in=reduced_in)
+        for reduce_dtype in (None, torch.bfloat16):
+            root = sharded(rank, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             sent.append(Sent())
-            with sent[-1], torch.autocast("cpu", dtype=torch.bfloat16, enabled=rounded_to is not None):
+            with sent[-1], torch.autocast("cpu", dtype=torch.bfloat16, enabled=param_dtype is not None):
                 step(root, rank)
             found.append({name: local(one) for name, one in gradients(root).items()})
         reduced = [one.bytes["_reduce_scatter_base_"] for one in sent]
-        head = 0 if rounded_to is None else 4 * -(-VOCAB // 2) * 2 * 32  # is added up over chunks of logits in float32
+        head = 0 if param_dtype is None else 4 * -(-VOCAB // 2) * 2 * 32  # is added up over chunks of logits in float32
         assert reduced[0] - head == 2 * (reduced[1] - head)
         assert sent[0].bytes["_allgather_base_"] == sent[1].bytes["_allgather_base_"]
         assert any(not torch.equal(one, found[1][name]) for name, one in found[0].items())

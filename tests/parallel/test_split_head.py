@@ -55,7 +55,7 @@ def plain(spec: TrainableSpec | None = None, tied: bool = False) -> CausalLM:
 
 
 def spread(
-    rank: int, processes: int, tensor: int, spec: TrainableSpec | None = None, rounded_to: torch.dtype | None = None
+    rank: int, processes: int, tensor: int, spec: TrainableSpec | None = None, param_dtype: torch.dtype | None = None
 ) -> CausalLM:
     """The same model with its head over ``tensor`` processes, and all of it sharded over what is left. Collective."""
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def spread(
     assert meshes.tensor is not None
     split_head(root, meshes.tensor)
     if meshes.weights is not None:
-        shard(root, meshes, True, rounded_to)
+        shard(root, meshes, True, param_dtype)
     materialise(root, plain(spec) if rank == 0 else None, CPU)
     return root
 
@@ -151,7 +151,7 @@ def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_al
     expected_logits = logits(one)
 
     def work(rank: int) -> None:
-        root = spread(rank, 4, 2, rounded_to=torch.bfloat16)
+        root = spread(rank, 4, 2, param_dtype=torch.bfloat16)
         with Operations(columns) as of_four:
             losses = trained(root, [[1, 2]], rank // 2, in_bf16)
         assert losses == pytest.approx([expected[rank // 2]], rel=1e-3)

@@ -11,7 +11,16 @@ from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.fields import fields
 from tuner.config.load import load_recipe, recipe_dict
 from tuner.errors import RecipeError
-from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, moments_of, parse_reset
+from tuner.run.changes import (
+    ON_RESUME,
+    UNREPORTED,
+    Changes,
+    allowed_changes,
+    changes,
+    effect,
+    optimizer_kind,
+    parse_reset,
+)
 from tuner.run.options import LaunchOptions
 from tuner.run.status import require_recipe_of
 from tuner.runtime.console import Console
@@ -77,16 +86,16 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
 def test_moments_of_another_type_are_not_kept() -> None:
     def moments(**optimizer: Any) -> str:
         tree = {"model": {"name_or_path": "/m"}, "data": {"train": "/d.jsonl"}, "optimizer": optimizer}
-        return moments_of(load_recipe(tree).recipe.optimizer)
+        return optimizer_kind(load_recipe(tree).recipe.optimizer)
 
     assert moments(kind="muon") == "muon"
     with pytest.raises(RecipeError, match="the state of adamw is none of adamw with"):
-        freed_keys(parse_reset("optimizer.arguments"), moments(), moments(state="8bit"))
+        allowed_changes(parse_reset("optimizer.arguments"), moments(), moments(state="8bit"))
     by_rows = moments(rows=["embed"])
     with pytest.raises(RecipeError, match="the state of adamw is none of adamw with rows of embed"):
-        freed_keys(parse_reset("optimizer.arguments"), moments(), by_rows)
+        allowed_changes(parse_reset("optimizer.arguments"), moments(), by_rows)
     assert by_rows == moments(rows=[{"match": "embed", "lr": 0.1}]), "another rate is no other state"
-    assert freed_keys(parse_reset("optimizer.arguments"), moments(), moments(lr="2e-5")) == ("optimizer.",)
+    assert allowed_changes(parse_reset("optimizer.arguments"), moments(), moments(lr="2e-5")) == ("optimizer.",)
 
 
 def test_a_checkpoint_from_before_a_key_was_there_goes_on(tmp_path: Path) -> None:
@@ -104,5 +113,5 @@ def test_a_reset_is_proposed_where_one_allows_the_change(changed: list[str], res
     assert Changes(refuse=tuple(changed)).resets() == resets
     if resets is not None:
         keys = [line.split()[0] for line in changed]
-        freed = freed_keys(parse_reset(resets), "adamw", "sgd" if "optimizer.kind" in keys else "adamw")
+        freed = allowed_changes(parse_reset(resets), "adamw", "sgd" if "optimizer.kind" in keys else "adamw")
         assert all(any(key == name or (name[-1] == "." and key.startswith(name)) for name in freed) for key in keys)

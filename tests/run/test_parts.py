@@ -95,7 +95,7 @@ class Drawing(Part):
 
     waited_s = 0.0
 
-    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+    def progress_created(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         checkpoint = ready.status.checkpoint
         self._batches, self._state = assembly.batches, 1 if checkpoint is None else checkpoint.state["drawn"]
 

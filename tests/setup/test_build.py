@@ -28,7 +28,7 @@ from tuner.model.unread import in_files
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.setup.model import _handed_on, _type_to_hand_on, assembled
+from tuner.setup.model import _load_for_devices, _transfer_dtype, assembled
 from tuner.setup.probes import record_probes
 from tuner.setup.resolve import resolve
 from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of
@@ -69,7 +69,7 @@ def test_weights_that_are_all_trained_stay_in_half_files_until_they_are_read(
     save_file({name: torch.zeros(2, dtype=dtype) for name, dtype in stored.items()}, tmp_path / "model.safetensors")
     recipe = recipe_for(tmp_path, **{**sections, "model": {"name_or_path": str(tmp_path), **sections["model"]}})
     resolved: Any = SimpleNamespace(recipe=recipe, new_ids=new_ids)
-    assert _type_to_hand_on(resolved, spec) == expected
+    assert _transfer_dtype(resolved, spec) == expected
 
 
 MADE: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool,
     family_model(what.partition(",")[0], tied).to(torch.bfloat16).save_pretrained(tmp_path)
     resolved = resolve(recipe_for(tmp_path, **MADE[what]), 32, RankInfo())
     spec, cpu = assembly_spec(resolved), torch.device("cpu")
-    loaded, read = assembled(resolved, spec, Mesh(), cpu).root, _handed_on(resolved, spec, Mesh(), cpu).root
+    loaded, read = assembled(resolved, spec, Mesh(), cpu).root, _load_for_devices(resolved, spec, Mesh(), cpu).root
     for kind in ("named_parameters", "named_buffers"):
         wanted, found = dict(getattr(loaded, kind)()), dict(getattr(read, kind)())
         assert wanted.keys() == found.keys()

@@ -14,11 +14,12 @@ from torch import nn
 from tests.train.answers import Answers, Rows
 from tests.train.synthetic import assembly_for, draw_lora_b, recipe_for, write_model
 from tuner.config.load import load_recipe
-from tuner.config.methods import DpoMethod
+from tuner.config.methods import DpoMethod, OrpoMethod
 from tuner.data.batches import StepBatches, collate, without_targets
 from tuner.data.prepared import Row
 from tuner.model.output_layer import OutputLayer
 from tuner.runtime.dist import RankInfo
+from tuner.train.methods import preference
 from tuner.train.methods.method import build_method
 from tuner.train.methods.preference import REFERENCE
 from tuner.train.step import TrainState, forward_backward
@@ -308,6 +309,19 @@ def test_dpo_is_the_papers_loss_with_its_gradient() -> None:
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
     assert float(terms.figures["accuracy"].mean(counts)) == float((torch.stack([a, b]) > 0).double().mean())
+
+
+@pytest.mark.parametrize("section", [DpoMethod(), OrpoMethod()], ids=["dpo", "orpo"])
+def test_rewards_that_are_only_logged_have_no_gradient(section: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product with one would keep its factor until the backward pass, which predictions of memory would count."""
+    found: list[bool] = []
+    monkeypatch.setattr(preference, "reward_figures", lambda *pair: found.extend(r.requires_grad for r in pair) or {})
+    batch, method = collate([pair_rows()]), build_method(section)
+    hidden = torch.randn(len(batch.trained_positions), WIDTH, requires_grad=True)
+    columns = {name: torch.as_tensor(values) for name, values in method.columns(batch).items()}
+    targets = torch.as_tensor(batch.targets[batch.trained_positions])
+    method.terms(hidden, OutputLayer(torch.ones(VOCAB, WIDTH)), targets, columns)
+    assert found == [False, False]
 
 
 def test_a_batch_that_keeps_a_rank_in_step_has_no_pairs_and_a_gradient() -> None:

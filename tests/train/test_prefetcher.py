@@ -17,7 +17,7 @@ class Recorded:
         self._bad = bad
         self.built = threading.Semaphore(0)
 
-    def go_over(self, *portion: Any) -> None:
+    def switch_to(self, *portion: Any) -> None:
         self.portion = portion
 
     def step(self, i: int) -> Any:
@@ -66,7 +66,7 @@ def test_it_goes_over_to_other_rows_after_the_last_step_of_these() -> None:
     with Prefetcher(batches, 2) as feed:
         assert [feed.step(0), feed.step(1)] == ["step 0", "step 1"]
         rows: Any = "rows"
-        feed.go_over(rows, 3, begun=2, end=4)
+        feed.switch_to(rows, 3, start_step=2, end=4)
         assert batches.portion == ("rows", 3)
         assert [feed.step(2), feed.step(3)] == ["step 0", "step 1"]
     assert batches.asked == [0, 1, 0, 1], "nothing beyond a window is built"

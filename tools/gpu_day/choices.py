@@ -49,7 +49,7 @@ def batch(day: Day, tokens: int) -> tuple[Any, ...]:
 
 def steps_of(day: Day, root: CausalLM, tokens: int, micro_batches: int) -> dict[str, Any]:
     """Seconds, tokens a second and peak of an optimizer step, AdamW's update included."""
-    root.parts.complete(loss_kernel=KERNELS["liger" if day.on_gpu else "torch"])
+    root.parts.set_once(loss_kernel=KERNELS["liger" if day.on_gpu else "torch"])
     optimizer = torch.optim.AdamW(root.parameters(), lr=1e-6, fused=True)
     given = batch(day, tokens)
     root.train()

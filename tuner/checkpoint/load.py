@@ -23,17 +23,19 @@ SHOWN_KEYS = 3
 
 
 def load_into(
-    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix: str = "", without: str | None = None
+    info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], prefix: str = "", exclude_prefix: str | None = None
 ) -> None:
     """Fill `tensors` (plain or DTensors) in place with the checkpoint's, saved at any world size; collective.
 
     Names, shapes and dtypes must be those of the checkpoint's tensors whose names begin with `prefix`, and not with
-    `without`. Raises DataError with the first that differ.
+    `exclude_prefix`. Raises DataError with the first that differ.
     """
     index = info.index()
-    left = () if without is None else (without,)
-    meant = {name: entry for name, entry in index.items() if name.startswith(prefix) and not name.startswith(left)}
-    require_same(info.path, meant, tensors)  # every rank has the same names and whole shapes: all raise, or none
+    excluded = () if exclude_prefix is None else (exclude_prefix,)
+    selected = {
+        name: entry for name, entry in index.items() if name.startswith(prefix) and not name.startswith(excluded)
+    }
+    require_same(info.path, selected, tensors)  # every rank has the same names and whole shapes: all raise, or none
     Collective(gloo_group()).together(lambda: read_into(info.path, index, tensors))
 
 

@@ -54,8 +54,8 @@ def newest(
 def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> CheckpointInfo:
     """Check manifest, file set and sizes, and with `verify` every SHA-256, of tensors' files only with `shards`.
 
-    Without `shards` nobody has held the tensors' bytes against their SHA-256: an export asks for that, and does so as
-    it reads them. Of a launch, rank 0 checks all for every rank. Raises DataError naming the file.
+    Without `shards` the tensors' bytes are checked by nobody yet: an export asks for that, and hashes them as it reads
+    them; the ranks of a launch ask for it, since rank 0 has hashed all. Raises DataError naming the file.
     """
     manifest = read_manifest(path, verify)
     info = CheckpointInfo(path, int(manifest["step"]), manifest, read_json(path / STATE_NAME))

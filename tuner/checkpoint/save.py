@@ -1,6 +1,5 @@
-"""Saving: write aside, agree, describe, rename. The rename is the commit; before it nothing looks saved.
-
-Pruning old checkpoints comes after it.
+"""Saving: write to a temporary directory, agree, describe, rename. The rename is the commit; before it nothing looks
+saved. Old checkpoints are pruned after it, by ``rundir/checkpoints.prune``.
 """
 
 from __future__ import annotations

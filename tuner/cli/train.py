@@ -34,8 +34,9 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         from tuner.cli.work import train as work
 
     data = None if prepared is None else input_path(prepared)
-    options = work.options_of(mode, data, no_prepare, dry_run, reset, on)
-    return work.launch_training(loaded, options, verbose)
+    return work.train_recipe(
+        loaded, verbose, reset, resume=mode, prepared=data, no_prepare=no_prepare, dry_run=dry_run, on=on
+    )
 
 
 def _resume_mode(text: str) -> Resume:
@@ -63,5 +64,4 @@ def resume(
     with console.doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
 
-    options = work.options_of("must", None, False, dry_run, reset, on)
-    return work.resume_training(path, flags, options, console, verbose)
+    return work.resume_training(path, flags, console, verbose, reset, dry_run=dry_run, on=on)

@@ -183,7 +183,7 @@ class GlobalBatches:
         """Optimizer steps in one epoch, the last partial one included."""
         return math.ceil(self._n_rows / self.global_batch_size)
 
-    def go_over(self, rows: PackedRows, portion: int) -> None:
+    def switch_to(self, rows: PackedRows, portion: int) -> None:
         """Take the rows of another portion from now on; its first step is step 0. No step may be under way."""
         self.rows, self.portion, self._epoch_order = rows, portion, None
 

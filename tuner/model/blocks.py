@@ -236,7 +236,7 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         _wrap(block, kind, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
         if has_router:
             _note_routers(block, kind)
-    root.parts.complete(padding=padding)
+    root.parts.set_once(padding=padding)
 
 
 def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:

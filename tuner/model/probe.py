@@ -69,7 +69,7 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int, rea
     ways: tuple[Route, ...] = ("flat", "batch", "calls") if packed else ("flat", "batch")
     why = None
     for route in ways[ways.index(root.layout.route) :]:
-        root.layout.go_by(route)
+        root.layout.set_route(route)
         try:
             require_isolation(root, vocab_size, packed, longest, read=read)
         except RouteRefused as error:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelParts:
-    """What is made of a model for the training that it is in; most models go without most of it."""
+    """What training attaches to a model, each set at most once; most models go without most of it."""
 
     loss_kernel: Kernel = output_layer.softmax_into_gradient
     """What turns logits into the loss of training and its gradient."""
@@ -53,21 +53,17 @@ class ModelParts:
     them); None: a row is on one process."""
     at_gathered_head: Callable[..., Any] | None = None
     """Gathers an output layer that is an FSDP unit of its own, calls :meth:`CausalLM.at_head`, and frees it."""
-    most_forwards: Callable[[int], int] = lambda forwards: forwards
-    """The most forwards that any process takes for its microbatch, by those of this one: all run as many, or a gather
-    of shards would wait for ever."""
+    max_forwards: Callable[[int], int] = lambda forwards: forwards
+    """The largest number of forwards that any rank runs for its micro-batch, from this rank's number: all run as many,
+    or the all-gathers of FSDP2 would wait for ever."""
     sum_partial_gradients: Callable[[], None] = lambda: None
-    """Adds up the gradients of which processes that compute a layer together have a part each, once a step;
-    processes that compute whole layers have whole gradients."""
+    """All-reduces, once a step, the gradients of which each tensor- or sequence-parallel rank has a partial sum."""
 
-    def complete(self, **made: Any) -> None:
-        """Take what was made of the model, each field once: the only way to them.
-
-        While a model is put together, and by whoever trains it before the first step; nothing of it changes after.
-        """
+    def set_once(self, **made: Any) -> None:
+        """Set fields, each at most once and before the first step: do not assign to them. Raises AssertionError."""
         fresh = ModelParts()
         again = [name for name in made if getattr(self, name) != getattr(fresh, name)]
-        assert not again, f"{', '.join(again)}: made of this model already"
+        assert not again, f"{', '.join(again)}: set on this model already"
         for name, value in made.items():
             setattr(self, name, value)
 
@@ -148,7 +144,7 @@ class CausalLM(nn.Module):
         if self.parts.router_loss is not None:
             self.parts.router_loss.begin(input_ids.device)
         if layout.route != "flat":
-            return self._apart(input_ids, document_lengths)
+            return self._unpacked_hidden(input_ids, document_lengths)
         n_tokens, bound = input_ids.shape[0], None
         cut, padding = self.parts.cut, self.parts.padding
         if padding is not None and self.training:
@@ -157,15 +153,15 @@ class CausalLM(nn.Module):
         if cut is not None:
             input_ids, position_ids, document_lengths = cut.fill(input_ids, position_ids, document_lengths)
         layout.set_lengths(document_lengths, input_ids.device, compiled=bound is not None)
-        position_ids, counted = layout.model_positions(input_ids, position_ids), None
+        position_ids, token_mask = layout.model_positions(input_ids, position_ids), None
         if n_tokens < len(input_ids):
-            counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
+            token_mask = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
         documents = Documents.of(document_lengths, input_ids.device, bound, layout.chunk)
         if cut is not None:
             documents = cut.exchanging(documents, position_ids)
             input_ids, position_ids = cut.own(input_ids), cut.own(position_ids)
-            counted = None if counted is None else cut.own(counted)
-        hidden = self._decoder(input_ids[None], counted, layout.arguments(position_ids, documents))[0]
+            token_mask = None if token_mask is None else cut.own(token_mask)
+        hidden = self._decoder(input_ids[None], token_mask, layout.arguments(position_ids, documents))[0]
         return hidden[:n_tokens] if cut is None else hidden
 
     def _selected(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -176,28 +172,29 @@ class CausalLM(nn.Module):
         """What the output layer takes ``[N, E]``, of the decoder's hidden states ``[N, D]``."""
         return hidden if self.before_output is None else self.before_output(hidden)
 
-    def _apart(self, input_ids: torch.Tensor, document_lengths: tuple[int, ...]) -> torch.Tensor:
-        """Hidden states ``[T, D]`` of documents that do not lie end to end."""
+    def _unpacked_hidden(self, input_ids: torch.Tensor, document_lengths: tuple[int, ...]) -> torch.Tensor:
+        """Hidden states ``[T, D]`` of documents that are not packed end to end: each has a forward or a batch row."""
         from tuner.model.apart import forwards_of, hidden_states  # what most models go without
 
         forwards = forwards_of(document_lengths, self.layout.route, self.layout.bounds)
-        most = self.parts.most_forwards(len(forwards))
+        most = self.parts.max_forwards(len(forwards))
         return hidden_states(self._decoded, input_ids, document_lengths, forwards, most)
 
-    def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    def _decoded(self, input_ids: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
         self.layout.set_lengths((), input_ids.device)
-        return self._decoder(input_ids, counted, {})
+        return self._decoder(input_ids, token_mask, {})
 
     def _decoder(
-        self, input_ids: torch.Tensor, counted: torch.Tensor | None, where: Mapping[str, object]
+        self, input_ids: torch.Tensor, token_mask: torch.Tensor | None, where: Mapping[str, object]
     ) -> torch.Tensor:
-        """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
-        routers, self.layout.token_mask = self.parts.router_loss, counted
+        """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; router logits of the tokens in ``token_mask``
+        (all where it is None) go to the router loss."""
+        routers, self.layout.token_mask = self.parts.router_loss, token_mask
         noted = {"output_router_logits": routers is not None} if routers is not None or self._notes_routers else {}
         output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
         if routers is not None:
-            routers.add(output.router_logits, counted)
+            routers.add(output.router_logits, token_mask)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 

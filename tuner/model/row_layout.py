@@ -37,7 +37,7 @@ class RowLayout:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.route: Route = "flat"
-        """See :meth:`go_by`."""
+        """See :meth:`set_route`."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
         self.chunk, self._count_by_class = _count_by_document(model) if self.takes_documents else (0, None)
@@ -67,7 +67,7 @@ class RowLayout:
         """Document lengths at which longrope switches to other rotary factors."""
         return () if self._rotation is None else self._rotation.bounds
 
-    def go_by(self, route: Route) -> None:
+    def set_route(self, route: Route) -> None:
         """Have documents go through the decoder by another route from now on, in place.
 
         Where they do not lie end to end, the model attends as its class does, with the class's masks: each document is

@@ -1,4 +1,5 @@
-"""The one place where the forward of a module is replaced: who may go around whom is an order, and is checked.
+"""The one place where we replace the forward of a module: which wrapper may enclose which is an order, and is checked.
+Liger alone patches modules itself (:func:`tuner.model.kernels.apply_liger`), at its place in ``parallel/assemble``.
 
 Each wrapper keeps the forward that it found and is called in its place, so the last one applied is the outermost. A
 module may have any of them, in the order of :class:`Wrapper`: another order is another program, which may be wrong and
@@ -27,7 +28,7 @@ class Wrapper(IntEnum):
     ADAPTED = auto()
     """A layer with its adapter in one product: around the base's forward, whatever computes that."""
     KERNEL = auto()
-    """A kernel that is shown to give what the forward gives as it then is."""
+    """A kernel, verified to reproduce the forward as it is wrapped so far."""
     SPLIT = auto()
     """A process's part of a layer that several compute together."""
     EXPERTS = auto()

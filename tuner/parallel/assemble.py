@@ -49,10 +49,10 @@ class AssemblySpec:
     reshard_after_forward: bool = True
     on_host: bool = False
     """Whether shards lie in the host's memory, and are brought to the device layer by layer."""
-    reduced_in: torch.dtype | None = None
-    """The type in which gradients of shards are added up over processes; None: their own."""
-    rounded_to: torch.dtype | None = None
-    """The type that autocast rounds weights to, where shards may be gathered in it."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which FSDP2 reduces gradients; None: their own."""
+    param_dtype: torch.dtype | None = None
+    """The dtype in which FSDP2 gathers weights that autocast would round to it; None: their own."""
     float8: bool = False
     """Whether the decoder's linear layers multiply in fp8."""
     float8_except: Sequence[str] = ()
@@ -91,7 +91,7 @@ def assemble(
     """
     # Before anything else goes around a layer: routes exchange attention, and what layers know of documents.
     root = CausalLM(model)
-    root.layout.go_by(spec.route)
+    root.layout.set_route(spec.route)
     if spec.quantize is not None:  # weights are quantised as they are read; a meta model gets empty layers
         from tuner.model.quantize.layers import quantize_
 
@@ -100,7 +100,8 @@ def assemble(
         from tuner.model.float8 import apply_float8
 
         apply_float8(root.model, spec.float8_except)
-    spec.trainable.apply(root.model, spec.seed)  # what is frozen decides which kernels keep what for the backward pass
+    # Before kernels, some of which save for the backward pass only what `requires_grad` asks for.
+    spec.trainable.apply(root.model, spec.seed)
     if spec.kernels == "native":
         apply_native(root.model)
     # The proof that documents are isolated: the model is whole here and on the CPU for the last time. Liger's layers
@@ -110,11 +111,12 @@ def assemble(
         from tuner.model.tiles import prove_tiles  # few trainings have any
 
         prove_tiles(root)
-    _divide(root, meshes)  # before liger, tiles and compilation, which take layers by the sizes that they have here
+    # Before Liger, tiles and compilation, which take layers by the sizes that they have on this rank.
+    _apply_tensor_and_sequence(root, meshes)
     padding, tokens = _sizes(spec, root, meshes)
     if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
-    _spread_experts(root, spec, meshes)  # around whatever kernels compute for experts
+    _apply_expert(root, spec, meshes)  # around whatever kernels compute for experts
     if spec.tiles:  # around whatever kernels compute
         from tuner.model.tiles import apply_tiles
 
@@ -134,18 +136,18 @@ def assemble(
     if spec.row_wise:
         _add_up_by_rows(root, spec, meshes)
     if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
-        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens, spec.on_host, spec.reduced_in)
+        shard(root, meshes, spec.reshard_after_forward, spec.param_dtype, tokens, spec.on_host, spec.reduce_dtype)
     give_values(root)
     return root
 
 
-def _divide(root: CausalLM, meshes: DeviceMeshes) -> None:
-    """Divide layers and rows over processes."""
+def _apply_tensor_and_sequence(root: CausalLM, meshes: DeviceMeshes) -> None:
+    """Split layers over tensor-parallel ranks, and rows over sequence-parallel ones."""
     if meshes.tensor is not None:
         from tuner.parallel.tensor.split import split_layers  # few launches have the axes
 
         split_layers(root, meshes.tensor)
-        root.parts.complete(data_mesh=meshes.data_mesh)
+        root.parts.set_once(data_mesh=meshes.data_mesh)
     if meshes.sequence is not None:
         from tuner.parallel.sequence import cut_rows
 
@@ -171,7 +173,7 @@ def _sizes(spec: AssemblySpec, root: CausalLM, meshes: DeviceMeshes) -> tuple[Pa
     return spec.padding, None if spec.tokens is None else ceil(spec.tokens / processes)
 
 
-def _spread_experts(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) -> None:
+def _apply_expert(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) -> None:
     if meshes.expert is None:
         return
     from tuner.parallel.expert import spread_experts
@@ -194,7 +196,7 @@ def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) ->
             hint="write parallel.shard: none, or leave optimizer.rows out",
         )
     assert spec.step_tokens is not None, "whoever trains knows its global batch"
-    root.parts.complete(touched_rows=by_rows(root.model, spec.row_wise, spec.step_tokens))
+    root.parts.set_once(touched_rows=by_rows(root.model, spec.row_wise, spec.step_tokens))
 
 
 def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:

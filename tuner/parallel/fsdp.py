@@ -40,25 +40,25 @@ FLAT = 1 << 18
 
 
 def shard(
-    root: CausalLM, meshes: DeviceMeshes, reshard_after_forward: bool, rounded_to: torch.dtype | None = None,
-    tokens: int | None = None, on_host: bool = False, reduced_in: torch.dtype | None = None,
+    root: CausalLM, meshes: DeviceMeshes, reshard_after_forward: bool, param_dtype: torch.dtype | None = None,
+    tokens: int | None = None, on_host: bool = False, reduce_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
     The rest, and an embedding that is the output layer's, is the root's unit. Experts that are spread over processes
     are a unit of their own, over the processes that have the same ones. With ``reshard_after_forward`` a block's
     weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
-    already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
+    already divided by the global count. Where autocast rounds weights, ``param_dtype`` is the type in which they are
     gathered (:func:`rounded_weights`). Where it is known how many ``tokens`` a micro-batch has at most, the
     embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
     which nothing is trained, nothing stays whole after a forward. With ``on_host`` shards lie in the host's memory, and
-    so do their gradients; a unit's are copied to the device before they are gathered. ``reduced_in`` is the type in
+    so do their gradients; a unit's are copied to the device before they are gathered. ``reduce_dtype`` is the type in
     which gradients are added up over processes, by default their own.
     """
     mesh = meshes.weights
     assert mesh is not None, "there is an axis to shard over"
     blocks = decoder_blocks(root.model)
-    options: dict[str, Any] = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=reduced_in)}
+    options: dict[str, Any] = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
     if on_host:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
     trained = any(parameter.requires_grad for parameter in root.parameters())
@@ -67,15 +67,15 @@ def shard(
         for module in [one for one in root.modules() if not lie.isdisjoint(one.parameters(recurse=False))]:
             _shard_experts(module, meshes.expert_weights, reshard_after_forward, **options)
     for block in blocks:
-        _unit(block, mesh, reshard_after_forward, rounded_to, **options)
+        _unit(block, mesh, reshard_after_forward, param_dtype, **options)
     embedding, head = root.model.get_input_embeddings(), head_layer(root.model)
     # Rows that travel are added up in another order: with shards on the host every weight is gathered.
     looked_up = set() if tokens is None or on_host else _looked_up(embedding, root, mesh, tokens)
-    if isinstance(embedding, nn.Embedding) and not looked_up and _is_apart(embedding, root):
+    if isinstance(embedding, nn.Embedding) and not looked_up and _shares_no_weights(embedding, root):
         _unit(embedding, mesh, True, **options)
         _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
-    if _is_apart(head, root):
-        rounded = None if has_score(root.model) else rounded_to  # a score is float32 under autocast too
+    if _shares_no_weights(head, root):
+        rounded = None if has_score(root.model) else param_dtype  # a score is float32 under autocast too
         _unit(head, mesh, not trained, rounded, **options)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
@@ -86,7 +86,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    root.parts.complete(most_forwards=_most)
+    root.parts.set_once(max_forwards=_most)
     for method in FORWARD_METHODS:
         fsdp.register_fsdp_forward_method(root, method)
 
@@ -121,12 +121,12 @@ def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options
 
 
 def _unit(
-    module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None, **options: Any
+    module: nn.Module, mesh: DeviceMesh, reshard: bool, param_dtype: torch.dtype | None = None, **options: Any
 ) -> None:
-    """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
-    if rounded_to is not None and (rounded := rounded_weights(module)):
+    """Make a module a unit of its own, in which autocast's weights are gathered in ``param_dtype`` where all can be."""
+    if param_dtype is not None and (rounded := rounded_weights(module)):
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(
-            param_dtype=rounded_to, reduce_dtype=options["mp_policy"].reduce_dtype or torch.float32,
+            param_dtype=param_dtype, reduce_dtype=options["mp_policy"].reduce_dtype or torch.float32,
             cast_forward_inputs=False,  # autocast takes care of everything else
         )
         options["ignored_params"] = set(module.parameters()) - rounded
@@ -146,12 +146,12 @@ def _looked_up(embedding: nn.Module, root: CausalLM, mesh: DeviceMesh, tokens: i
 
     if any(isinstance(parameter, DTensor) for parameter in embedding.parameters()):
         return set()  # the processes of a tensor group look up rows of their own
-    tables = [module for module in embedding.modules() if _is_apart(module, root)]
+    tables = [module for module in embedding.modules() if _shares_no_weights(module, root)]
     touched: dict[nn.Module, TouchedRows] = {one.embedding: one for one in root.parts.touched_rows.values()}
     return {weight for table in tables for weight in spread(table, mesh, tokens, touched.get(table))}
 
 
-def _is_apart(module: nn.Module, root: nn.Module) -> bool:
+def _shares_no_weights(module: nn.Module, root: nn.Module) -> bool:
     """Whether no other module has parameters of this one."""
     inside = set(module.modules())
     others = (parameter for one in root.modules() if one not in inside for parameter in one.parameters(recurse=False))
@@ -174,7 +174,7 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
         head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
         return head.at_head(*args)
 
-    root.parts.complete(at_gathered_head=gathered)
+    root.parts.set_once(at_gathered_head=gathered)
 
 
 def _state_of(module: nn.Module) -> FSDPModule:

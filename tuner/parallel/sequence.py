@@ -83,7 +83,7 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
             hint=_ALONE,
         )
     check_cut(root.model, mesh.size())
-    root.parts.complete(cut=SequenceCut(mesh.get_group()))
+    root.parts.set_once(cut=SequenceCut(mesh.get_group()))
 
 
 class SequenceCut:

@@ -44,7 +44,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
     layer: Any = head.base_layer if isinstance(head, TrainableTokens) else head
     put_in_parts(root, mesh, dict.fromkeys(layer.parameters(recurse=False), 0))
     parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
-    root.parts.complete(vocabulary=parts)
+    root.parts.set_once(vocabulary=parts)
     wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, output_layer.PLAIN, None), hidden))
 
 

@@ -116,7 +116,7 @@ def trace_step(
         stack.enter_context(_fakes())
         tracker = AllocationTracker(facts.kind, resolved.numerics.deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
-            each.parts.most_forwards = lambda own: own  # nobody is there to ask
+            each.parts.max_forwards = lambda own: own  # nobody is there to ask
             give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))

@@ -145,7 +145,7 @@ def parse_reset(text: str | None) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def moments_of(section: Optimizer) -> str:
+def optimizer_kind(section: Optimizer) -> str:
     """What an optimizer's moments are: its kind, and what else than usual decides their types, in words."""
     keys = sorted(key.partition(".")[2] for key in MOMENTS - {"optimizer.kind", "optimizer.rows"})
     fields = {key: field.default for key, field in type(section).model_fields.items() if key in keys}
@@ -155,7 +155,7 @@ def moments_of(section: Optimizer) -> str:
     return f"{section.kind} with {', '.join(reversed(others))}" if others else section.kind
 
 
-def freed_keys(parts: Collection[str], old: str, new: str) -> tuple[str, ...]:
+def allowed_changes(parts: Collection[str], old: str, new: str) -> tuple[str, ...]:
     """What of the recipe may change with these parts, where moments were ``old`` ones and are to be ``new`` ones.
 
     Raises RecipeError where they would meet another optimizer.

@@ -20,7 +20,8 @@ from tuner.errors import MachineError, RecipeError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, LaunchOptions, RankJob, RunResult
 from tuner.run.preflight import preflight
-from tuner.run.settle import settled_for
+from tuner.run.rank import exports_of, train_rank
+from tuner.run.settle import LaunchData, settled_for
 from tuner.run.status import RunStatus
 from tuner.rundir.directory import RunDir
 from tuner.runtime import startup
@@ -92,7 +93,7 @@ def launch(
         console = Console(main, options.level)
         if options.dry_run:
             return train(loaded, options, place.planned, console, status=status)
-        with _webhook(loaded.recipe, console, main) as webhook, _exports(loaded.recipe, console) as exporter:
+        with _webhook(loaded.recipe, console, main) as webhook, exports_of(loaded.recipe, console) as exporter:
             if place.local == 1 and not own_process and place.run is None:
                 result = train(loaded, options, place.rank_info, console, exporter, status)
             else:
@@ -144,27 +145,14 @@ def _train_in_ranks(
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.status.checkpoint is None else ready.status.checkpoint.path
-    settled = settled_for(ready, place.planned, starts_ranks=True) if place.run is None else None
+    settled = None
+    if place.run is None:
+        settled = settled_for(ready, loaded, place.planned, LaunchData.of(ready, False, starts=True), console)
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
     job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
     return RESULT.validate_python((place.run or run_ranks)(train_rank, job, processes, logs, says))
-
-
-def train_rank(work: dict[str, Any]) -> dict[str, Any]:
-    """What each rank that `launch` starts does; rank 0 exports while it trains, the process that started it after."""
-    startup.begin(with_process=True)
-    job = JOB.validate_python(work)
-    loaded, rank_info = job.loaded(), RankInfo.from_environment()
-    console = Console(rank_info.is_main, job.options.level)
-    with _exports(loaded.recipe, console) as exporter:
-        result = train(loaded, job.options, rank_info, console, exporter)
-        if exporter is not None and rank_info.is_main:
-            exporter.finish(result, at_end=False)
-    sys.stderr.flush()
-    plain: dict[str, Any] = RESULT.dump_python(result, mode="json")
-    return plain
 
 
 def local_processes(section: ParallelSection, device: str) -> int:
@@ -189,12 +177,3 @@ def _webhook(recipe: Recipe, console: Console, main: bool) -> Iterator[Webhook |
     webhook = Webhook(recipe.notify, address, Path(recipe.output_dir), recipe.name, console)
     with webhook, undone(webhook.interrupted):
         yield webhook
-
-
-def _exports(recipe: Recipe, console: Console) -> AbstractContextManager[Exporter | None]:
-    """What exports checkpoints of the run; None, and nothing imported, where the recipe asks for no exports."""
-    if recipe.export.every is None and not recipe.export.at_end:
-        return nullcontext()
-    from tuner.run.tasks.export import Exporter
-
-    return Exporter(recipe, console)

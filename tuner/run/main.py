@@ -57,7 +57,7 @@ def train(
     if isinstance(ready, RunResult):
         return ready
     with startup.phase("plan"), console.doing("planning the run"):
-        resolved, total_steps = plan_launch(ready, rank_info)
+        resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
         from tuner.setup.check_model import check_setup  # what else is found when the model is built
 
@@ -75,23 +75,24 @@ def train(
         ready = agreed(ready, Collective(gloo_group()))
         phase.enter("set-up of the model")
         for part in ready.parts:
-            resolved = part.before_build(ready, resolved)
+            resolved = part.before_build(ready, resolved, console)
         with startup.phase("weights"):
             assembly = _built(ready, resolved, rank_info, console)
         if assembly.resolved.route != resolved.route:
             announce_packing(console, assembly.resolved, ready.data, planned=False)
         status = ready.status
         if status.checkpoint is not None:
-            reset, moves_on = pending(status.resets, status.checkpoint.step), any(part.moves_on for part in ready.parts)
-            require_same_data(status.checkpoint, assembly, loaded.recipe.data, reset, "data" in reset or moves_on)
+            reset = pending(status.resets, status.checkpoint.step)
+            other_data = "data" in reset or any(part.changes_data for part in ready.parts)
+            require_same_data(status.checkpoint, assembly, loaded.recipe.data, reset, other_data)
         for part in ready.parts:
-            assembly = part.built(ready, assembly, console, signals)
+            assembly = part.after_build(ready, assembly, console, signals)
         table, recipe = assembly.timetable, loaded.recipe
         early = EarlyStop.of(recipe.eval, recipe.train.min_steps, assembly.keeps)
         progress = Progress(table.plan, table.data_start, early=early)
         for part in ready.parts:
-            part.placed(ready, assembly, progress)
-        record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, assembly))
+            part.progress_created(ready, assembly, progress)
+        record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, assembly, loaded, options))
         console.keep(status.run.logs / log_name(rank_info.rank))
         context = LaunchContext(status.run, record, assembly, progress, status.resets, console, signals, ready.parts)
         return _run(context, status.checkpoint, launch_tasks(context, status.checkpoint, exporter))
@@ -99,31 +100,28 @@ def train(
 
 def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: Console) -> Assembly:
     """What the launch trains with; kernels that are compiled first are tried. Collective."""
-
-    def make(resolved: Resolved) -> Assembly:
-        return build(resolved, ready.data, ready.spec.tokenizer, rank_info, ready.starts)
-
+    tokenizer, starts = ready.spec.tokenizer, ready.starts
     if resolved.facts.kind == "cpu" and not resolved.compiles:
         with console.doing("loading model"):
-            return make(resolved)
+            return build(resolved, ready.data, tokenizer, rank_info, starts)
     from tuner.setup.first_kernels import build_runnable
 
-    return build_runnable(resolved, make, console)
+    return build_runnable(resolved, ready.data, tokenizer, rank_info, starts, console)
 
 
-def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTasks) -> RunResult:
+def _run(context: LaunchContext, resume_from: CheckpointInfo | None, launch: LaunchTasks) -> RunResult:
     """Train from where the run is to where this launch ends, and write down how it ended."""
     run, record, progress, tasks = context.run, context.record, context.progress, launch.tasks
     main = context.assembly.rank_info.is_main
     status: Status = "failed"
     why: str | None = None
     try:
-        if begins is not None:
-            if begins.path.parent == run.checkpoints:
-                progress.saved_step = begins.step  # it is there, whether or not it can be restored
+        if resume_from is not None:
+            if resume_from.path.parent == run.checkpoints:
+                progress.saved_step = resume_from.step  # it is there, whether or not it can be restored
             with startup.phase("checkpoint"), context.console.doing("loading checkpoint"):
-                restore(context, begins)
-        launch.cut_back(progress.step if begins is not None else -1, progress.evaluation_owed)
+                restore(context, resume_from)
+        launch.drop_after(progress.step if resume_from is not None else -1, progress.evaluation_owed)
         for part in context.parts:
             part.before_steps(context, tasks)
         finished = _loop(context, tasks)
@@ -157,7 +155,7 @@ def _loop(context: LaunchContext, tasks: Tasks) -> bool:
     with rows, calm_collector():
         sources = [source for part in context.parts if (source := part.source(rows)) is not None]
         schedule, source = assembly.timetable.schedule, sources[0] if sources else rows
-        return train_loop(assembly.train_state, progress, source, schedule, tasks, assembly.skipped)
+        return train_loop(assembly.train_state, progress, source, schedule, tasks, assembly.steps_to_skip)
 
 
 def _diverged(context: LaunchContext, halted: HaltedError) -> DivergedError:

@@ -11,8 +11,8 @@ from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
-from tuner.run.parts.part import Before, Preflight
-from tuner.run.settle import on_cuda, settled_for
+from tuner.run.parts.part import LaunchRequest, Preflight
+from tuner.run.settle import LaunchData, on_cuda, settled_for
 from tuner.run.status import RunStatus, agreed_status, require_same_choices, status_from, status_of
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -37,26 +37,25 @@ def preflight(
     if status.finished is not None:
         return status.finished
     recipe = loaded.recipe
-    before, parts = Before(loaded, options, status, console), parts_of(recipe)
+    request, parts = LaunchRequest(loaded, options, status, console), parts_of(recipe)
     for part in parts:
-        part.check(before)
+        part.check(request)
     if not options.dry_run:
         with console.doing(f"fetching the weights of {recipe.model.name_or_path}"):
             fetch_weights(model_spec(recipe, range(0)))
     directory: Path | RunResult | None = None
     for part in parts:
-        directory = directory or part.prepared(before)
+        directory = directory or part.prepare_data(request)
     if isinstance(directory, RunResult):
         return directory
     if directory is None:
-        directory = _data_dir(before.spec, options, console)
-    return Preflight(before, before.spec, open_prepared(directory), directory, parts)
+        directory = _data_dir(request.spec, options, console)
+    return Preflight(status, request.spec, open_prepared(directory), directory, parts)
 
 
 def agreed(ready: Preflight, ranks: Collective) -> Preflight:
     """What rank 0 saw before the launch, on every rank. Collective."""
-    status = agreed_status(ready.status, ranks)
-    ready = replace(ready, before=replace(ready.before, status=status))
+    ready = replace(ready, status=agreed_status(ready.status, ranks))
     for part in ready.parts:
         ready = part.agree(ready, ranks)
     return ready
@@ -68,8 +67,8 @@ def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver
     for part in parts:
         if (plain := given.parts.get(part.name)) is not None:
             part.take_over(plain)
-    before = Before(loaded, options, status, console)
-    return Preflight(before, before.spec, open_prepared(given.prepared), given.prepared, parts)
+    spec = LaunchRequest(loaded, options, status, console).spec
+    return Preflight(status, spec, open_prepared(given.prepared), given.prepared, parts)
 
 
 def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Path:
@@ -88,22 +87,26 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
     return prepare_to_use(spec, console)
 
 
-def plan_launch(ready: Preflight, rank_info: RankInfo) -> tuple[Resolved, int]:
+def plan_launch(
+    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
+) -> tuple[Resolved, int]:
     """The resolved recipe of a launch and the steps of the whole run, which are announced.
 
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
-    loaded, console, checkpoint = ready.before.loaded, ready.before.console, ready.status.checkpoint
-    if not ready.before.options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
+    checkpoint, given = ready.status.checkpoint, options.handed_over
+    if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
         from tuner.model.read_ahead import begin_reading  # while memory is predicted; a CPU needs its cores
 
         begin_reading(model_spec(loaded.recipe, range(0)))
-    settled = settled_for(ready, rank_info, starts_ranks=False)
+    settled = None if given is None else given.settled
+    if settled is None:
+        settled = settled_for(ready, loaded, rank_info, LaunchData.of(ready, options.dry_run), console)
     recipe = settled.of(loaded.recipe)
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     reasons = {**resolved.reasons, **settled.reasons}
     resolved = replace(resolved, reasons=reasons, settled=dict(settled.values))
-    require_same_choices(ready.status, loaded.recipe, resolved.recipe, ready.before.options, console)
+    require_same_choices(ready.status, loaded.recipe, resolved.recipe, options, console)
     table = timetable(resolved, ready.data, ready.starts)
     total_steps = table.plan.total_steps
     if ready.status.record is None and checkpoint is not None and checkpoint.step >= total_steps:
@@ -113,7 +116,7 @@ def plan_launch(ready: Preflight, rank_info: RankInfo) -> tuple[Resolved, int]:
     derivations = (part.derivation(resolved, table) for part in ready.parts)
     announce(console, resolved, table, rate, rank_info, next(filter(None, derivations), None))
     for part in ready.parts:
-        part.planned(resolved, rank_info, console)
+        part.after_plan(resolved, rank_info, console)
     announce_packing(console, resolved, ready.data)
     if checkpoint is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)

@@ -56,9 +56,10 @@ class LaunchData:
     starts: bool = False
 
     @staticmethod
-    def of(data: Path, cache: Path, is_planned: bool, starts: bool = False) -> LaunchData:
+    def of(ready: Preflight, is_planned: bool, starts: bool = False) -> LaunchData:
         """That of this process; ranks that it starts itself, or only plans, are none that wait."""
-        return LaunchData(data.absolute(), cache, RankInfo.is_given() and not is_planned, starts)
+        is_shared = RankInfo.is_given() and not is_planned
+        return LaunchData(ready.data_dir.absolute(), ready.spec.cache_dir, is_shared, starts)
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
@@ -203,14 +204,13 @@ if __name__ == "__main__":
     main()
 
 
-def settled_for(ready: Preflight, rank_info: RankInfo, starts_ranks: bool) -> keys.Settled:
-    """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
+def settled_for(
+    ready: Preflight, loaded: LoadedRecipe, rank_info: RankInfo, place: LaunchData, console: Console
+) -> keys.Settled:
+    """What is settled once for all ranks of a launch: as the run had it, or predicted.
 
-    Where torchrun or srun started them, rank 0 settles it and the others wait; or this process ``starts_ranks``.
+    Where torchrun or srun started them, rank 0 settles it and the others wait; or this process does, which starts them.
     """
-    options = ready.before.options
-    if options.handed_over is not None and options.handed_over.settled is not None:
-        return options.handed_over.settled
-    before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
-    place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts_ranks)
-    return settle(ready.before.loaded, before, rank_info, place, ready.before.console)
+    record = ready.status.record
+    before = run_before(ready.status.run.recipe(record), record, rank_info.world_size)
+    return settle(loaded, before, rank_info, place, console)

@@ -28,10 +28,11 @@ from tuner.setup.specs import assembly_spec
 from tuner.stages import shown
 
 
-def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
+def begin_launch(
+    ready: Preflight, assembly: Assembly, loaded: LoadedRecipe, options: LaunchOptions
+) -> dict[str, Any]:
     """Fill the run directory and note the launch in its record, which is returned. Rank 0, under the run's lock."""
-    loaded, run = ready.before.loaded, ready.status.run
-    record, found = ready.status.record, ready.status.checkpoint
+    run, record, found = ready.status.run, ready.status.record, ready.status.checkpoint
     if run.read_record() != record:
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -56,11 +57,11 @@ def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
     resets = ready.status.resets
     changed: dict[str, Any] = {"resets": [reset.as_state() for reset in resets]} if resets else {}
-    if record is not None and (ready.before.options.reset or _skips_others(run, record, kept.train)):
+    if record is not None and (options.reset or _skips_others(run, record, kept.train)):
         changed["recipe"] = recipe_dict(kept)
-    record = run.begin(record, _facts(ready, assembly), work_dirs, changed)
+    record = run.begin(record, _facts(ready, assembly, loaded, options.handed_over), work_dirs, changed)
     for part in ready.parts:
-        part.noted(run.path)
+        part.write_facts(run.path)
     if "recipe" in record:  # for people and other commands; launches read the record
         files.write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record
@@ -72,15 +73,17 @@ def _skips_others(run: RunDir, record: Mapping[str, Any], kept: TrainSection) ->
     return before is not None and before.recipe.train.steps_to_skip != kept.steps_to_skip
 
 
-def _facts(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
+def _facts(
+    ready: Preflight, assembly: Assembly, loaded: LoadedRecipe, given: HandedOver | None
+) -> dict[str, Any]:
     """What the record notes of this launch besides its command and versions."""
-    found, given = ready.status.checkpoint, ready.before.options.handed_over
+    found = ready.status.checkpoint
     return {
         "world_size": assembly.rank_info.world_size,
         "threads": torch.get_num_threads(),
         "device": assembly.resolved.facts.name,
         "cuda": torch.version.cuda,
-        **noted(ready.before.loaded, ready.status.run.path),
+        **noted(loaded, ready.status.run.path),
         "from_step": 0 if found is None else found.step,
         "began_from": shown(found.path) if found is not None and ready.status.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
@@ -109,7 +112,7 @@ GIVEN = "init_from"
 """Of a checkpoint's facts: what `model.init_from` gave the run when it began."""
 
 
-def is_apart(assembly: Assembly) -> bool:
+def is_unmergeable(assembly: Assembly) -> bool:
     """Whether the run's adapter cannot be merged: it is exported as it is."""
     if assembly_spec(assembly.resolved).trainable.adapter is None:
         return False
@@ -134,7 +137,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
     if (left := assembly.facts.untouched) is not None:
         meta["model"]["untouched"] = dict(left)
     meta |= {
-        **({APART: True} if is_apart(assembly) else {}),
+        **({APART: True} if is_unmergeable(assembly) else {}),
         **({} if (given := assembly.facts.given) is None else {GIVEN: {n: given[n] for n in ("entries", "frozen")}}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
@@ -251,7 +254,7 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
             assembly.train_state.optimizer.allocate()
         averages = _named(assembly, EMA_PREFIX)
         others = {name: tensor for name, tensor in run_tensors(assembly.train_state).items() if name not in averages}
-        load_into(found, others, without=EMA_PREFIX)
+        load_into(found, others, exclude_prefix=EMA_PREFIX)
     if averages := _named(assembly, EMA_PREFIX):
         _restore_averages(context, averages, found)
     early = None if progress.early is None else replace(progress.early)

@@ -1,6 +1,6 @@
 """What a run directory is to a launch: new, with steps left, or finished; another run's is refused.
 
-Asked once by each process of a launch, before torch is loaded: a run with nothing left to train is reported without it.
+Asked before torch is loaded, by the command or by each rank: a run with nothing left to train is reported without it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ END_AT = "end_at"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run directory as a launch finds it: without a record of no run yet, with a result of one that is finished."""
+    """A run directory as a launch finds it: `record` is None where no run exists yet, `finished` set where no step is
+    left."""
 
     run: RunDir
     record: dict[str, Any] | None
     checkpoint: CheckpointInfo | None
-    """The newest valid one, to continue from; of a new run that of another that it branches off from."""
+    """The newest valid one; of a new run the checkpoint of another run that it branches from."""
     resets: tuple[changes.Reset, ...]
-    """All of the run; those at the step of the checkpoint are this launch's to do."""
+    """Every reset in the run's history; those at the checkpoint's step are applied by this launch."""
     finished: RunResult | None = None
     """The result, where no step is left."""
 
@@ -128,7 +129,7 @@ def _branch_point(
 
 def _require_same_branch(run: RunDir, record: Mapping[str, Any], options: LaunchOptions) -> None:
     """Raise RecipeError where a launch from a given checkpoint meets a run that did not begin there."""
-    branched = began(record)
+    branched = branch_source(record)
     if isinstance(options.resume, Path) and (
         branched is None or options.resume not in (branched, branched.parent.parent)
     ):
@@ -145,9 +146,9 @@ def _require_same_recipe(
     if (before := run.recipe(record)) is None:
         return
     recipe = with_batch_of(record, loaded).recipe
-    moments = (changes.moments_of(each.optimizer) for each in (before.recipe, recipe))
-    freed = changes.freed_keys(options.reset, *moments)
-    changed = changes.changes(recipe_dict(before.recipe), recipe_dict(recipe), freed)
+    kinds = (changes.optimizer_kind(each.optimizer) for each in (before.recipe, recipe))
+    allowed = changes.allowed_changes(options.reset, *kinds)
+    changed = changes.changes(recipe_dict(before.recipe), recipe_dict(recipe), allowed)
     if changed.refuse:
         raise _another_recipe(run, record, loaded, options, changed)
     if options.resume != "never":
@@ -196,13 +197,13 @@ def _own_checkpoint(
     recipe = loaded.recipe
     found = newest(run.checkpoints, console.warn, shards=hashes)
     if found is not None and not hashes and _is_finished(record, found, recipe):
-        found = newest(run.checkpoints, console.warn)  # every rank must say the same of it
+        found = newest(run.checkpoints, console.warn)  # finished or not is decided by the hashes, alike on every rank
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
             f"{run.checkpoints}: none of its checkpoints is valid",
             hint=f"{way_to_whole(run.checkpoints, any_valid=False)}      start another run: --name NEW-NAME",
         )
-    branched = began(record)
+    branched = branch_source(record)
     if found is None and branched is not None:
         found = open_checkpoint(branched, shards=hashes)  # it ended before it saved one of its own, or lost them
     if options.resume == "never" and not _is_finished(record, found, recipe) and not options.dry_run:
@@ -237,7 +238,7 @@ def launches_of(run_dir: Path) -> list[Mapping[str, Any]]:
     return []
 
 
-def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:
+def resumable_result(run_dir: Path, launches: int = -1) -> RunResult | None:
     """What a run can be resumed from where a launch was cut short, by its newest checkpoint; None without any.
 
     With `launches`, those that it had before, also None where none was added: the command would not resume it. It
@@ -267,7 +268,7 @@ def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"best": state["best"]} | metrics
 
 
-def began(record: Mapping[str, Any]) -> Path | None:
+def branch_source(record: Mapping[str, Any]) -> Path | None:
     """The checkpoint of another run that a run's first launch resumed from, if it did."""
     path = record["launches"][0].get("began_from") if record["launches"] else None
     return None if path is None else local_path(path, in_store=True)
@@ -276,8 +277,8 @@ def began(record: Mapping[str, Any]) -> Path | None:
 def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> changes.Changes:
     """What differs from the recipe that a checkpoint was saved with. Raises RecipeError where it is another run's."""
     before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
-    freed = changes.freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"])
-    changed = changes.changes(before, recipe, freed)
+    allowed = changes.allowed_changes(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"])
+    changed = changes.changes(before, recipe, allowed)
     if changed.refuse:
         said = f"{shown(found.path)} was saved with another recipe ({changed.shown()})"
         raise RecipeError(said, hint=_way_from(changed))
@@ -287,7 +288,7 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
 def require_same_choices(
     status: RunStatus, written: Recipe, resolved: Recipe, options: LaunchOptions, console: Console
 ) -> None:
-    """A launch on another machine must not settle an `auto` into another run; warn where only bits differ.
+    """A launch on another machine must not resolve an `auto` into another run; warn where only bits differ.
 
     Takes the recipe as it is written, and as this machine resolves it. Raises RecipeError.
     """
@@ -297,9 +298,9 @@ def require_same_choices(
             require_recipe_of(status.checkpoint, recipe_dict(resolved), options.reset)
         return
     resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
-    moments = (changes.moments_of(each.optimizer) for each in (before.recipe, resolved))
-    freed, had = changes.freed_keys(options.reset, *moments), recipe_dict(before.recipe)
-    changed, known = (changes.changes(had, recipe_dict(recipe), freed) for recipe in (resolved, written))
+    kinds = (changes.optimizer_kind(each.optimizer) for each in (before.recipe, resolved))
+    allowed, had = changes.allowed_changes(options.reset, *kinds), recipe_dict(before.recipe)
+    changed, known = (changes.changes(had, recipe_dict(recipe), allowed) for recipe in (resolved, written))
     if changed.refuse:
         said = f"{shown(status.run.path)}: this machine resolves the recipe differently ({changed.shown()})"
         raise RecipeError(said, hint=f"keep the run's choices: tuner resume {status.run.path}")

@@ -18,7 +18,7 @@ from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, Resume
-from tuner.run.status import began, resume_source
+from tuner.run.status import branch_source, resume_source
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import BANK, CHECKPOINTS, METRICS, TEACHERS
 from tuner.rundir.run_json import hold
@@ -99,7 +99,7 @@ def _start(run: RunDir, steps: int, console: Console) -> tuple[int, Resume]:
     record = run.read_record()
     assert record is not None
     total = max((int(entry["total_steps"]) for entry in record["launches"] if entry.get("total_steps")), default=0)
-    origin = began(record)
+    origin = branch_source(record)
     for path in [*(path for _, path in step_dirs(run.checkpoints)), *([] if origin is None else [origin])]:
         try:
             found = open_checkpoint(path)

@@ -50,7 +50,7 @@ class Records:
         with machine_errors(self._path), jsonlines.open(self._path) as reader:
             return list(reader.iter(type=dict, skip_invalid=True))
 
-    def cut_back(self, step: int, evaluates: bool = False) -> None:
+    def drop_after(self, step: int, evaluates: bool = False) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again.
 
         Where the launch begins with the evaluation of the step, what an earlier one wrote of it is dropped, too.

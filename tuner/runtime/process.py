@@ -73,7 +73,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
     except (RuntimeError, ValueError, OSError) as error:
         if is_out_of_memory(error):
             raise
-        raise _apart(rank_info, f"join the others: {_nccl_words(error) or error}") from error
+        raise _left_by_others(rank_info, f"join the others: {_nccl_words(error) or error}") from error
     try:
         yield
     except BaseException as error:
@@ -91,7 +91,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
     _leave()
 
 
-def _apart(rank_info: RankInfo, what: str) -> MachineError:
+def _left_by_others(rank_info: RankInfo, what: str) -> MachineError:
     said = f"rank {rank_info.rank} of {rank_info.world_size} could not {what}"
     return MachineError(said, hint="check MASTER_ADDR and MASTER_PORT, and that every process was started")
 
@@ -140,7 +140,7 @@ def from_rank0(rank_info: RankInfo, timeout_s: float, name: str, work: Callable[
             store.set(key, work())
         answer: bytes = store.get(key)
     except (RuntimeError, ValueError, OSError) as error:
-        raise _apart(rank_info, f"agree with the others: {error}") from error
+        raise _left_by_others(rank_info, f"agree with the others: {error}") from error
     return answer.decode()
 
 

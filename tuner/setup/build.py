@@ -58,14 +58,14 @@ class Assembly:
     probes: list[torch.Tensor]
     held_out: HeldOut | None
     mfu: MfuMeter
-    skipped: tuple[StepRange, ...]
+    steps_to_skip: tuple[StepRange, ...]
     """Steps in which nothing is trained."""
     first_only: bool
     """Whether every step has the rows of the first one."""
     reference: Mapping[str, Any] | None = None
-    """By what the reference's columns are known, where the rows have any."""
+    """What identifies the reference model whose columns the rows have; None without columns."""
     teacher: Mapping[str, Any] | None = None
-    """The same of a teacher's."""
+    """The same of the teacher whose columns the rows have."""
 
     @property
     def keeps(self) -> Criterion | None:
@@ -114,7 +114,7 @@ def build(
         tokenizer=tokenizer, rank_info=rank_info, mesh=mesh, facts=facts, teacher_facts=teacher_facts,
         probes=probes_of(resolved, probed_rows(recipe, prepared)), held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
-        skipped=recipe.train.steps_to_skip, first_only=recipe.train.overfit_first_batch,
+        steps_to_skip=recipe.train.steps_to_skip, first_only=recipe.train.overfit_first_batch,
     )
 
 
@@ -129,18 +129,18 @@ def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfi
     # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
     kernels = resolved.settled.get("loss", recipe.model.kernels)
     kernels = "torch" if in_fp16 and kernels == "liger" else kernels
-    root.parts.complete(loss_kernel=KERNELS[kernels])
+    root.parts.set_once(loss_kernel=KERNELS[kernels])
     require_known_losses(root.model.config)
     if (z := recipe.model.router_z_loss_coef) or recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 
-        root.parts.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef, z_weight=z))
+        root.parts.set_once(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef, z_weight=z))
     scaling: NoLossScale = NoLossScale()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none
 
         scaling = scaled = LossScale(step_config.device)
-        root.parts.complete(gradient_scale=scaled.of_term)
+        root.parts.set_once(gradient_scale=scaled.of_term)
     parts = tuple(_step_parts(recipe, root, parameters, step_config))
     return TrainState(root, parameters, optimizer, step_config, guard, build_method(recipe.method), scaling, parts)
 
@@ -148,7 +148,7 @@ def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfi
 def _step_parts(
     recipe: Recipe, root: CausalLM, parameters: Mapping[str, nn.Parameter], step_config: StepConfig
 ) -> Iterator[StepPart]:
-    """What a recipe's steps do besides, in the order in which it is asked; most recipes ask for none."""
+    """The optional parts of a recipe's steps, in the order in which they are called; most recipes ask for none."""
     if root.parts.touched_rows:
         from tuner.train.row_adamw import RowGradients
 

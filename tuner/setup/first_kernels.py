@@ -7,7 +7,6 @@ model's layers. The first forward and backward pass, on the largest micro-batch,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,14 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.prepared import PreparedData
 from tuner.errors import MemoryLimitError, TunerError
 from tuner.runtime import startup
 from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import another_gloo_group, any_rank, gloo_group, is_lost_rank
-from tuner.setup.build import Assembly
+from tuner.setup.build import Assembly, build
 from tuner.setup.mock import mock_batch
 from tuner.setup.resolve import Resolved
 from tuner.setup.settled import changed
+from tuner.setup.timetable import Starts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,8 +35,11 @@ WAIT_S = 120.0
 COMPILING = "compiling the decoder layers, a minute or two"
 
 
-def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], console: Console) -> Assembly:
-    """What ``make`` builds of a resolved recipe, with kernels that run; else the same without them, and a warning.
+def build_runnable(
+    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo, starts: Starts,
+    console: Console,
+) -> Assembly:
+    """What :func:`build` makes of a resolved recipe, with kernels that run; else the same without them, and a warning.
 
     Compiled layers and liger's kernels are tried where ``auto`` chose them, and left out one after the other. What
     fails without them, too, is raised then, where it belongs. Collective where there are several processes; raises what
@@ -41,7 +47,7 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
     """
     while True:
         with console.doing("loading model"):
-            assembly = make(resolved)
+            assembly = build(resolved, prepared, tokenizer, rank_info, starts)
         key, compiles = _chosen(resolved), resolved.compiles
         if any_rank(key is None, gloo_group()):
             if compiles:

@@ -60,7 +60,7 @@ class WeightFacts:
         return Collective(gloo_group()).on_rank0(self.frozen_hash)
 
 
-class Built(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model as a training begins with it, and what is known of its weights."""
 
     root: CausalLM
@@ -71,7 +71,7 @@ _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
 
 
-def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, StepConfig]:
+def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[LoadedModel, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     device = _device(resolved.facts, rank_info)
     if device.type == "cpu":
@@ -86,13 +86,13 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, Step
     return assembled(resolved, assembly_spec(resolved), step_config.mesh, device), step_config
 
 
-def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
+def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> LoadedModel:
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
     if mesh.axes or device.type != "cpu":
-        return _handed_on(resolved, spec, mesh, device)
+        return _load_for_devices(resolved, spec, mesh, device)
     initial = _initial(resolved, spec)
     inspected = _Inspected(resolved, initial)
-    return Built(assemble(spec, _whole_model(resolved, initial), inspect=inspected.note), inspected.facts)
+    return LoadedModel(assemble(spec, _whole_model(resolved, initial), inspect=inspected.note), inspected.facts)
 
 
 def teacher_in_memory(resolved: Resolved) -> DistillMethod | None:
@@ -101,7 +101,7 @@ def teacher_in_memory(resolved: Resolved) -> DistillMethod | None:
     return method if isinstance(method, DistillMethod) and method.top_k is None else None
 
 
-def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> Built:
+def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> LoadedModel:
     """The teacher of a resolved recipe, in evaluation mode. Collective where there are several processes."""
     from tuner.setup.teacher import blaming_teacher, teacher_of
 
@@ -135,8 +135,8 @@ def _initial(resolved: Resolved, spec: AssemblySpec) -> "Initial | None":
     return Initial(resolved, spec.trainable)
 
 
-def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | None:
-    """The type of the files, where a model whose weights are read again, for a device or other processes, can have it.
+def _transfer_dtype(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | None:
+    """The dtype of the files, where weights that move on to a device or to other ranks can keep it until then.
 
     float32 holds those of a half type exactly, and they stay in the files until they are read: cast, they would all be
     in the host's memory. None where anything is made of the weights themselves: a hash of what is not
@@ -150,8 +150,8 @@ def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | No
     return _HALF.get(stored.pop()) if len(stored) == 1 else None
 
 
-def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
-    """The model of a resolved recipe whose values go to a device other than the host's, or to several processes.
+def _load_for_devices(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> LoadedModel:
+    """The model of a resolved recipe on a device other than the host's, or sharded over several processes.
 
     Fused weights stay in the files until then, unless more is made of them: tiles are proven with all layers, and what
     `model.init_from` gives is put into the weights that are there.
@@ -162,21 +162,21 @@ def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch
     unread = None if spec.tiles or resolved.recipe.model.init_from else UnreadWeights()
     if mesh.axes:
         values = partial(materialise, device=device, unread=unread, on_host=spec.on_host)
-        return _spread(resolved, spec, mesh.device_meshes(device.type), unread, values)
-    return _brought(resolved, spec, unread, partial(bring, device=device, unread=unread))
+        return _load_sharded(resolved, spec, mesh.device_meshes(device.type), unread, values)
+    return _load_on_device(resolved, spec, unread, partial(bring, device=device, unread=unread))
 
 
-def _brought(
+def _load_on_device(
     resolved: Resolved, spec: AssemblySpec, unread: "UnreadWeights | None", bring: Callable[..., None]
-) -> Built:
-    """The model of one process, brought to its device."""
+) -> LoadedModel:
+    """The model of a single process, moved to its device."""
     initial = _initial(resolved, spec)
-    stored = None if spec.tiles else _type_to_hand_on(resolved, spec)  # tiles are proven in the type that trains
+    stored = None if spec.tiles else _transfer_dtype(resolved, spec)  # tiles are proven in the type that trains
     model = _whole_model(resolved, initial, stored, unread)
     types = {} if stored is None else _types_there(model, meta_model_of(resolved))
     inspected = _Inspected(resolved, initial, unread)
     root = assemble(spec, model, inspect=inspected.note, give_values=partial(bring, types=types))
-    return Built(root, inspected.facts)
+    return LoadedModel(root, inspected.facts)
 
 
 def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Tensor, torch.dtype]:
@@ -186,19 +186,20 @@ def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Te
     return {tensor: wanted[name] for name, tensor in own if tensor.dtype != wanted[name]}
 
 
-def _spread(
+def _load_sharded(
     resolved: Resolved, spec: AssemblySpec, meshes: DeviceMeshes, unread: "UnreadWeights | None",
     materialise: Callable[..., None],
-) -> Built:
-    """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
-    source: list[Built] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+) -> LoadedModel:
+    """The model on several processes: shards or a copy, filled from rank 0's model or its files. Collective."""
+    # On rank 0 alone; a failure there is raised on every rank, so that none waits for it.
+    source: list[LoadedModel] = []
 
     def build_source() -> tuple[WeightFacts, Route]:
         initial = _initial(resolved, spec)
         inspected = _Inspected(resolved, initial, unread)
-        model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec), unread)
+        model = _whole_model(resolved, initial, _transfer_dtype(resolved, spec), unread)
         root = assemble(spec.of_weight_source(), model, inspect=inspected.note)
-        source.append(Built(root, inspected.facts))
+        source.append(LoadedModel(root, inspected.facts))
         return replace(inspected.facts, frozen_hash=_on_rank_0), root.layout.route
 
     facts, route = Collective(gloo_group()).on_rank0(build_source)
@@ -206,7 +207,7 @@ def _spread(
         replace(spec, route=route), meta_model_of(resolved), meshes=meshes,
         give_values=lambda root: materialise(root, source[0].root if source else None),
     )
-    return Built(root, source[0].facts if source else facts)
+    return LoadedModel(root, source[0].facts if source else facts)
 
 
 def _on_rank_0() -> str | None:
@@ -244,13 +245,13 @@ class _Inspected:
 
 
 def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
-    """Have the root go by a route that is proven, now or by a launch before; why it left its own, where it did."""
+    """Set the root to a route that is proven, now or by an earlier launch; why it left its default, where it did."""
     recipe, packed = resolved.recipe, takes_several(resolved.recipe)
     vocab_size, longest = resolved.config.get_text_config().vocab_size, resolved.max_length
     cache = None if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
     key = proven.key_of(resolved, root, longest, packed)
     if (verdict := proven.known(key, cache)) is not None:
-        root.layout.go_by(verdict.route)
+        root.layout.set_route(verdict.route)
         startup.remark("documents were proven apart before")
         return verdict.why_apart
     why_apart = None

@@ -139,8 +139,8 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         offload=train.offload_activations is True, tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward, on_host=recipe.parallel.offload == "host",
-        reduced_in=torch.bfloat16 if recipe.parallel.reduce_dtype == "bf16" else None,
-        rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
+        reduce_dtype=torch.bfloat16 if recipe.parallel.reduce_dtype == "bf16" else None,
+        param_dtype=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens, step_tokens=longest * recipe.train.global_batch_size,
         row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
         float8=train.precision == "fp8", float8_except=train.fp8_except,
@@ -149,7 +149,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
 
 def teacher_spec(taught: Resolved) -> AssemblySpec:
     """What is made of a teacher: nothing of it is trained, computed again or compiled."""
-    spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
+    spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), param_dtype=None)
     return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False, row_wise=())
 
 

@@ -34,9 +34,9 @@ class GuardLimits:
 class Guard:
     """Judges each step's loss and gradient norm, which are equal on every rank, before its update.
 
-    A step that is not finite is left out, and so is one whose norm is above ``most_norm``, or whose loss or norm is
+    An update that is not finite is rejected, and so is one whose norm is above ``most_norm``, or whose loss or norm is
     more than ``spike_sigmas`` standard deviations above the mean of the ``window`` steps before it. Once more than
-    ``nonfinite_skips`` were not finite the guard is shut: every later update is left out too, so the host may learn of
+    ``nonfinite_skips`` were not finite the guard is shut: every later update is rejected too, so the host may learn of
     it late and still finds the weights as they were before the bad step. Updates whose gradients overflow because the
     loss is scaled (:mod:`tuner.train.loss_scale`) count among the skipped, not among those that were not finite.
     """
@@ -57,7 +57,7 @@ class Guard:
         """Take a step's ``values`` (loss and gradient norm, float64 ``[2]``) into account.
 
         ``overflow`` is what they say of the scale of the loss, where there is one. Returns two boolean scalars on the
-        device: whether this update is left out, and whether the guard is shut.
+        device: whether this update is rejected, and whether the guard is shut.
         """
         bad = ~values.isfinite().all()
         if overflow is None:
@@ -76,7 +76,7 @@ class Guard:
         return skip, shut
 
     def skip(self) -> None:
-        """Count a step whose update the recipe leaves out; there is nothing to judge."""
+        """Count a step that the recipe skips; there is nothing to judge."""
         self._skipped += 1
 
     def _is_spike(self, values: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Guard:
         return counts | recent
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Take over a saved state; returns how many updates were left out so far."""
+        """Take over a saved state; returns how many updates were skipped so far."""
         self._judged = int(state["judged"])
         self._nonfinite.fill_(float(state["nonfinite"]))
         self._skipped.fill_(float(state["skipped"]))

@@ -14,7 +14,8 @@ def train_loop(
     state: TrainState, progress: Progress, source: BatchSource, schedule: Schedule, tasks: Tasks,
     to_skip: Sequence[StepRange] = (),
 ) -> bool:
-    """Step until the plan ends or a task asks to stop; true when finished, false when stopped with a checkpoint.
+    """Step until the plan ends or a task asks to stop; whether the run is finished. What is
+    not finished is saved by the tasks before this returns.
 
     Every rank runs it alike. What is not the mathematics of a step is a task. Steps ``to_skip`` are counted, with their
     rows and their place in the schedule, and nothing is computed of them.
@@ -33,6 +34,6 @@ def train_loop(
         tasks.after_step(
             TakenStep(index, batches, progress.epoch, progress.tokens, lr, source.waited_s, scalars, is_skipped)
         )
-    # Here a run that was asked to stop, or is at its end, is saved.
+    # The save task saves here what was asked to stop, or is at its end, unless the recipe wants no last checkpoint.
     tasks.finish(progress.is_finished)
     return progress.is_finished

@@ -29,19 +29,19 @@ class BatchSource(Protocol):
 class Prefetcher:
     """A :class:`~tuner.train.prefetcher.BatchSource`; while one step is trained on, the next is being collated.
 
-    The rows begin after the step ``begun`` of the run and end with its step ``end``. An error of the thread is raised
-    by :meth:`step`, at the step that it belongs to. With ``first_only`` every step gets the first step's batches
+    The rows begin after the step ``start_step`` of the run and end with its step ``end``. An error of the thread is
+    raised by :meth:`step`, at the step that it belongs to. With ``first_only`` every step gets the first step's batches
     (overfitting them shows whether a model can learn at all).
     """
 
-    def __init__(self, batches: GlobalBatches, end: int, begun: int = 0, first_only: bool = False) -> None:
-        self._batches, self._begun, self._end, self._first_only = batches, begun, end, first_only
+    def __init__(self, batches: GlobalBatches, end: int, start_step: int = 0, first_only: bool = False) -> None:
+        self._batches, self._start_step, self._end, self._first_only = batches, start_step, end, first_only
         self._pool = ThreadPoolExecutor(1, "prefetch")
         self._ahead: dict[int, Future[StepBatches]] = {}
         self.waited_s = 0.0
 
     def step(self, index: int) -> StepBatches:
-        """The batches of a step; those of the next one are begun."""
+        """The batches of a step; collating the next one's begins."""
         started = time.monotonic()
         result = (self._ahead.pop(index, None) or self._submit(index)).result()
         self.waited_s = time.monotonic() - started
@@ -49,14 +49,14 @@ class Prefetcher:
             self._ahead[index + 1] = self._submit(index + 1)
         return result
 
-    def go_over(self, rows: PackedRows, portion: int, begun: int, end: int) -> None:
-        """Take other rows, those of a portion by its number, after the last step of the ones before: none is ahead."""
+    def switch_to(self, rows: PackedRows, portion: int, start_step: int, end: int) -> None:
+        """Switch to the rows of another portion, by its number, after the last step of the one before."""
         assert not self._ahead, "the steps of a portion end with it"
-        self._batches.go_over(rows, portion)
-        self._begun, self._end = begun, end
+        self._batches.switch_to(rows, portion)
+        self._start_step, self._end = start_step, end
 
     def _submit(self, index: int) -> Future[StepBatches]:
-        return self._pool.submit(self._batches.step, 0 if self._first_only else index - self._begun)
+        return self._pool.submit(self._batches.step, 0 if self._first_only else index - self._start_step)
 
     def __enter__(self) -> Prefetcher:
         return self

@@ -1,4 +1,5 @@
-"""One optimizer step: microbatches forward and backward, one collective, clip, update; nothing waits for the device."""
+"""One optimizer step: micro-batches forward and backward, one collective, clip, update. The host waits for the device
+in the three cases that :func:`optimizer_step` names, and in no other."""
 
 import functools
 import math
@@ -58,11 +59,11 @@ class TrainState:
     scaling: NoLossScale = field(default_factory=NoLossScale)
     """What the loss is multiplied by in the backward pass, where that computes in fp16."""
     parts: tuple[StepPart, ...] = ()
-    """What this training does besides in a step."""
+    """What this training does in a step in addition."""
     rng_start: int = 0
     """The step after which random numbers were reset."""
     fence: SaveFence = field(default_factory=SaveFence)
-    """What the next update waits for."""
+    """The save that may still read the parameters, which the next update waits for: on CUDA on the device alone."""
 
     def part(self, kind: type[Kind]) -> Kind | None:
         """The part of a kind, where this training has it."""
@@ -90,8 +91,8 @@ class TrainState:
 class StepResult:
     """The method's loss over the global batch, such as nats per trained token, and gradient norm before clipping.
 
-    ``skipped`` says that the update was left out, ``halted``: the run must end, since
-    more of its steps were not finite than the recipe allows.
+    ``skipped`` says that there was no update, by the guard or by the recipe; ``halted``: the run must end, since more
+    of its steps were not finite than the recipe allows.
     """
 
     loss: float
@@ -121,12 +122,13 @@ class StepScalars:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
         timeline = timeline_of(device)
-        self.ended, self._is_behind = timeline.mark(), timeline.is_asynchronous
+        self.ended, self._is_asynchronous = timeline.mark(), timeline.is_asynchronous
 
     @property
-    def arrived(self) -> bool:
-        """Whether reading is free on every rank: always on a CPU, never asked of the clock on CUDA."""
-        return not self._is_behind
+    def reads_without_sync(self) -> bool:
+        """Whether :meth:`read` never waits: true on a CPU. False on CUDA even once the step has ended: when that is seen
+        would differ from rank to rank, and ranks must read in the same step."""
+        return not self._is_asynchronous
 
     def read(self) -> StepResult:
         """The numbers; waits until the device has got there."""
@@ -138,7 +140,7 @@ class StepScalars:
 def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: float) -> StepScalars:
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
-    The guard leaves the update out, on every rank, where loss or gradient norm is not finite. The host waits
+    The guard rejects the update, on every rank, where loss or gradient norm is not finite. The host waits
     for the device in three cases: the update is computed on the host; an optimizer of the user's own takes no flag; a
     parameter that is whole on several processes has no gradient on this one. Under fp16 gradients are those of the
     scaled loss until the optimizer divides them; the norm that is judged, clipped by and logged is that of the loss.
@@ -153,14 +155,16 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms.values()))])
     if dist.is_initialized():
         dist.all_reduce(totals)
-        # Who computes a layer together computes the same terms; who shares a row has divided its own before.
+        # Tensor-parallel ranks have identical terms, so the sum is divided by their number; sequence-parallel ranks,
+        # which share a row, have divided theirs before (`Terms.shared_by`).
         totals[1:] /= state.step_config.mesh.tensor
-    parts = zip(terms.items(), totals[1:].unbind(), strict=True)
-    means = {name: Sum(total, term.per).mean(counts) for (name, term), total in parts}
+    pairs = zip(terms.items(), totals[1:].unbind(), strict=True)
+    means = {name: Sum(total, term.per).mean(counts) for (name, term), total in pairs}
     # This step writes from here on what a save beside training may still be reading: the scale, then the parameters.
     state.fence.wait()
     norm = state.scaling.norm(totals[0])
     values = torch.stack([functools.reduce(operator.add, (means[name] for name in sums.losses)), norm])
+    # `norm` divided by the scale of this step's losses; `judge` may set another one, for the next step.
     skip, halt = state.guard.judge(values, state.scaling.judge(values[0], norm))
     state.optimizer.set_factor(factor)
     # `skip` stays on the device, as what kernels call `found_inf`: nobody waits to learn whether there was an update.
@@ -175,7 +179,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
 
 
 def skip_step(state: TrainState) -> StepScalars:
-    """Pass over a step as the recipe says: neither forward nor update, and nothing that its batches could spoil.
+    """Skip a step as the recipe says: neither forward nor update, and nothing that its batches could spoil.
 
     Its loss and gradient norm are NaN. Every rank skips the same steps, so no collective lacks a partner; nothing is
     written that a save could read, so none is waited for.
@@ -206,8 +210,8 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     columns: dict[int, dict[str, torch.Tensor]] = {}
 
     def seed(number: int) -> None:
-        # By the place in the run and among the processes, so that a resumed run needs no generator state. Who computes
-        # the same numbers (a tensor group) draws alike; who has other positions of a row draws for them.
+        # From step, micro-batch and rank, so that a resumed run needs no generator state. Tensor-parallel ranks compute
+        # the same numbers and share a seed; sequence-parallel ranks have other positions, and another seed.
         drawn = _mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank)
         torch.default_generator.manual_seed(drawn)  # torch.manual_seed formats a stack for each kind of device, too
         if torch.cuda.is_initialized():
@@ -248,7 +252,10 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
 
 def _sum_over_processes(state: TrainState) -> None:
-    """Add up the gradients that FSDP2 does not. All four are sums: their order matters to none, and is every rank's."""
+    """Add up the gradients that FSDP2 does not: of step parts, of whole parameters, over copies, of partial layers.
+
+    All are sums, so their order does not change the result; it must only be the same on every rank.
+    """
     root, mesh = state.root, state.step_config.mesh
     for part in state.parts:
         part.after_backward()

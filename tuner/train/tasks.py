@@ -29,8 +29,8 @@ class Request(Flag):
     """Save and end the launch after this step."""
     SAVE = auto()
     """Save after this step: the clock says so, which differs from rank to rank."""
-    SETTLE = auto()
-    """A save in the background is over: take note of it."""
+    JOIN_SAVE = auto()
+    """A save in the background is over: join it, and tell of it."""
     EVALUATE = auto()
     """Evaluate after this step."""
     EXPORT = auto()
@@ -52,7 +52,7 @@ class TakenStep:
     data_s: float
     """Seconds spent waiting for the batches."""
     scalars: StepScalars
-    left_out: bool = False
+    skipped_by_recipe: bool = False
     """Whether the recipe names the step as one to skip: nothing was computed of it."""
 
     @property

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
 from tuner.config.load import LoadedRecipe, Override
 from tuner.errors import counted
 from tuner.run.changes import parse_reset
-from tuner.run.options import LaunchOptions, Resume, RunResult
-from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.status import launches_of, nothing_to_do, resumable_result, resume_source, status_of
 from tuner.run.stored import in_store
 from tuner.rundir.checkpoints import APART
 from tuner.rundir.directory import warn_of_changed_file
@@ -24,20 +24,18 @@ from tuner.stages import shown, url_of
 LOADING = "loading libraries"
 
 
-def options_of(
-    mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None, on: Literal["here", "ray"]
-) -> LaunchOptions:
-    """How a launch goes about it. Raises RecipeError for a part that cannot be reset."""
-    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset), on)
+def train_recipe(loaded: LoadedRecipe, verbose: bool, reset: str | None, **options: Any) -> Outcome:
+    """Train with the ``options`` of :class:`LaunchOptions`. Raises RecipeError for a part that cannot be reset."""
+    return launch_training(loaded, LaunchOptions(reset=parse_reset(reset), **options), verbose)
 
 
 def resume_training(
-    run: Path, overrides: Sequence[Override], options: LaunchOptions, console: Console, verbose: bool
+    run: Path, overrides: Sequence[Override], console: Console, verbose: bool, reset: str | None, **options: Any
 ) -> Outcome:
     """Train on with the recipe that a run keeps; it is said where its file is another one by now."""
     loaded = resume_source(run, overrides)
     warn_of_changed_file(run, console.warn)
-    return launch_training(loaded, options, verbose)
+    return train_recipe(loaded, verbose, reset, resume="must", **options)
 
 
 def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool) -> Outcome:
@@ -56,7 +54,7 @@ def _launched(loaded: LoadedRecipe, options: LaunchOptions, console: Console) ->
     before = len(launches_of(run_dir)) if options.resume == "never" else -1
 
     def left() -> tuple[str, Outcome] | None:
-        found = left_before(run_dir, before)
+        found = resumable_result(run_dir, before)
         return None if found is None else stopped_outcome(found)
 
     with stopped_as(left):
@@ -70,7 +68,7 @@ def _launched(loaded: LoadedRecipe, options: LaunchOptions, console: Console) ->
 
             result = launch(loaded, options, status=status)
         except KeyboardInterrupt:  # raised in order: by ranks that were cut short, or by what looks for a signal
-            found = left_before(run_dir, before)
+            found = resumable_result(run_dir, before)
             if found is None:
                 raise
             result = found

@@ -44,7 +44,7 @@ def split_layers(root: CausalLM, mesh: DeviceMesh) -> None:
         splitter.split(part)
     splitter.split_embedding(root)
     put_in_parts(root, mesh, splitter.dims)
-    root.parts.complete(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
+    root.parts.set_once(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
 
 
 class _Splitter:

@@ -20,14 +20,14 @@ class EndAt(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._step = recipe.train.end_at
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """Say where the run ends."""
         total = assembly.timetable.plan.total_steps
         if self._step is not None and self._step < total:
             console.say("ending", f"at step {self._step:,} of {total:,}, under their schedule (train.end_at)")
         return assembly
 
-    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+    def progress_created(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """Have the run end there."""
         progress.ends_at = self._step
 

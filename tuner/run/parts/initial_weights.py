@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.recipe import Recipe
-from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.run.parts.part import LaunchContext, LaunchRequest, Part, Preflight, TaskNeeds
 from tuner.run.state import GIVEN
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
@@ -27,19 +27,19 @@ class InitialWeights(Part):
         self._bank: ModelBank | None = None
         """Of the entries that say `every`, as far as the launch is."""
 
-    def check(self, before: Before) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Match the sources with the model. Raises RecipeError with every problem, DataError for a damaged file."""
-        if before.status.checkpoint is not None:
+        if request.status.checkpoint is not None:
             return
         from tuner.setup.findings import Findings
         from tuner.setup.initial import check_initial
 
-        recipe, findings = before.loaded.recipe, Findings(before.loaded)
-        with before.console.doing("looking at the weights of model.init_from"):
-            check_initial(recipe, trainable_of(recipe, before.spec.tokenizer.new_ids), findings)
+        recipe, findings = request.loaded.recipe, Findings(request.loaded)
+        with request.console.doing("looking at the weights of model.init_from"):
+            check_initial(recipe, trainable_of(recipe, request.spec.tokenizer.new_ids), findings)
             findings.raise_any()
 
-    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+    def before_build(self, ready: Preflight, resolved: Resolved, console: Console) -> Resolved:
         """What the run was given, where it began before; else the versions that it begins with. Collective."""
         begins = ready.status.checkpoint
         if any(entry.every for entry in self._entries):
@@ -49,7 +49,7 @@ class InitialWeights(Part):
             resolved = replace(resolved, versions={n: one.name for n, one in self._bank.current.items()})
         return resolved if begins is None else replace(resolved, given=begins.meta[GIVEN])
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """Say what was given now, and hold it against what the run had. Raises DataError."""
         given = assembly.facts.given or {}
         if "summary" in given:

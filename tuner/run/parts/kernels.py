@@ -35,7 +35,7 @@ class Kernels(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._chosen: dict[str, str] = {}
 
-    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+    def before_build(self, ready: Preflight, resolved: Resolved, console: Console) -> Resolved:
         """The kernels that the run's checkpoint names, else the fastest by rank 0's device. Collective."""
         if resolved.facts.kind != "cuda":
             return resolved
@@ -44,9 +44,9 @@ class Kernels(Part):
             self._chosen = dict(before)
         elif timetable(resolved, ready.data, ready.starts).plan.total_steps >= LEAST_STEPS:
             with startup.phase("kernels"):
-                measured = Collective(gloo_group()).on_rank0(lambda: self._measured(ready, resolved))
+                measured = Collective(gloo_group()).on_rank0(lambda: self._measured(ready, resolved, console))
             for what, found in measured.items():
-                ready.before.console.say("kernels", f"{what}: {found}")
+                console.say("kernels", f"{what}: {found}")
                 self._chosen[what] = found.name
         return replace(resolved, settled={**resolved.settled, **self._chosen})
 
@@ -54,7 +54,7 @@ class Kernels(Part):
         """What a launch that resumes the run computes by, whatever it would find faster."""
         return {KERNELS: self._chosen} if self._chosen else {}
 
-    def _measured(self, ready: Preflight, resolved: Resolved) -> dict[str, Fastest]:
+    def _measured(self, ready: Preflight, resolved: Resolved, console: Console) -> dict[str, Fastest]:
         """What each is computed by, where there is a choice."""
         import torch
 
@@ -70,8 +70,12 @@ class Kernels(Part):
             ATTENTION: lambda: fastest_version(config, device, cache, resolved.max_length),
             LOSS: lambda: fastest_loss(shapes[LOSS]["vocabulary"], device),
         }
-        found = {what: _kept(what, facts, ready, resolved, ways[what]) for what, facts in shapes.items()}
-        return {what: one for what, one in found.items() if one is not None}
+        found: dict[str, Fastest] = {}
+        for what, facts in shapes.items():
+            with console.doing(f"measuring whose {what} is the fastest"):
+                if (one := _kept(what, facts, ready, resolved, ways[what])) is not None:
+                    found[what] = one
+        return found
 
 
 def _kept(
@@ -84,8 +88,6 @@ def _kept(
     path = ready.spec.cache_dir / KERNELS / f"{hash_of({what: {**same, **shapes}}, 32)}.json"
     with suppress(TunerError, TypeError):
         return Fastest(**read_json(path))
-    with ready.before.console.doing(f"measuring whose {what} is the fastest"):
-        found = measure()
-    if found is not None:
+    if (found := measure()) is not None:
         keep_json(path, asdict(found))
     return found

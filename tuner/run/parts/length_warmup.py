@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
-from tuner.run.parts.part import Before, Part, Preflight
+from tuner.run.parts.part import LaunchRequest, Part, Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly
@@ -16,16 +16,16 @@ class LengthWarmup(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._section = recipe.train.length_warmup
 
-    def check(self, before: Before) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raise RecipeError where rows are no longer than those of the first step."""
-        start, whole = self._section.start, before.spec.max_length
+        start, whole = self._section.start, request.spec.max_length
         if start >= whole:
             raise RecipeError(
                 f"train.length_warmup.start: {start:,} tokens are no fewer than a whole row's {whole:,}",
                 hint=f"write train.length_warmup.start: {max(whole // 4, 2)}, or a longer data.max_length",
             )
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """Have the batches of the first steps cut, and say so."""
         from tuner.train import length_warmup
 

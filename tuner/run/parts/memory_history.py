@@ -26,7 +26,7 @@ class MemoryHistory(Part):
         self._write: Callable[[], None] | None = None
         """What writes it; None where it is not kept yet, and as soon as it is written."""
 
-    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+    def after_plan(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """Refuse a device whose allocator keeps none. Raises RecipeError."""
         if resolved.facts.kind != "cuda":
             message = "profile.memory: all is a history of CUDA's allocator, and this run is not on CUDA"

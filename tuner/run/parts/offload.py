@@ -15,7 +15,7 @@ class Offload(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._is_on_host = keeps_states_on_host(recipe.optimizer) or recipe.parallel.offload == "host"
 
-    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+    def after_plan(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
         if assembly_spec(resolved).offload:
             from tuner.setup.host_states import offload_line

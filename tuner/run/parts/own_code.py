@@ -1,7 +1,7 @@
 """Code of the user's own, and libraries of trackers, that a recipe names: tried before anything is loaded."""
 
 from tuner.config.optimizers import CustomOptimizer
-from tuner.run.parts.part import Before, Part
+from tuner.run.parts.part import LaunchRequest, Part
 from tuner.train.methods.method import check_method
 from tuner.train.plan import check_schedule
 
@@ -9,9 +9,9 @@ from tuner.train.plan import check_schedule
 class OwnCode(Part):
     """Each is imported only where it is named."""
 
-    def check(self, before: Before) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Import what is named, and try it as far as it goes without a model. Raises PluginError, MachineError."""
-        recipe = before.loaded.recipe
+        recipe = request.loaded.recipe
         check_method(recipe.method)
         check_schedule(recipe.schedule)
         if isinstance(recipe.optimizer, CustomOptimizer):

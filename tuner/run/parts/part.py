@@ -1,6 +1,6 @@
-"""A launch, before it is built and after, and what a part of one is: a thing that some launches have besides recipe,
-data, model, steps and checkpoints. ``run/preflight``, ``run/main`` and ``run/launch`` ask each part in the order of
-``listed.PARTS``, at the moments that are named here."""
+"""A launch, before it is built and after, and what a part of one is: a feature that some launches have in addition to
+recipe, data, model, steps and checkpoints. ``run/preflight``, ``run/main`` and ``run/launch`` call each part in the
+order of ``listed.PARTS``, at the moments that are named here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tuner.train.tasks import Request, Task, Tasks
 
 
 @dataclass(frozen=True)
-class Before:
+class LaunchRequest:
     """What a launch is asked for, and what the run's directory says of it."""
 
     loaded: LoadedRecipe
@@ -52,19 +52,14 @@ class Before:
 
 @dataclass(frozen=True)
 class Preflight:
-    """A launch that is ready to be planned: what was asked, the run's directory and past, and its data."""
+    """A launch that is ready to be planned: what the run's directory is to it, and its data."""
 
-    before: Before
+    status: RunStatus
     spec: PrepareSpec
     data: PreparedData
     data_dir: Path
     parts: tuple[Part, ...]
-    """What the launch has besides."""
-
-    @property
-    def status(self) -> RunStatus:
-        """What the run's directory is to the launch."""
-        return self.before.status
+    """The optional features of this launch."""
 
     @property
     def starts(self) -> Starts:
@@ -89,7 +84,7 @@ class LaunchContext:
     console: Console
     signals: StopSignals
     parts: tuple[Part, ...]
-    """What the launch has besides."""
+    """The optional features of this launch."""
 
     @property
     def run_id(self) -> str:
@@ -118,7 +113,7 @@ class Part:
 
     name: ClassVar[str] = ""
     """Under which it hands anything over to the ranks that a launch starts."""
-    moves_on: ClassVar[bool] = False
+    changes_data: ClassVar[bool] = False
     """Whether the run trains on other prepared data from checkpoint to checkpoint."""
     after_saves: ClassVar[bool] = False
     """Whether its tasks run after the saves of a step; before its evaluation otherwise."""
@@ -126,10 +121,10 @@ class Part:
     def __init__(self, recipe: Recipe) -> None:
         """Of a launch of the recipe as it is written: what is `auto` in it may become anything yet."""
 
-    def check(self, before: Before) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Look at files, shapes, rights and code that the part needs, before any device. Raises TunerError children."""
 
-    def prepared(self, before: Before) -> Path | RunResult | None:
+    def prepare_data(self, request: LaunchRequest) -> Path | RunResult | None:
         """The prepared data that the launch trains on, where they are not all of the recipe's; or the result of a
         launch that has nothing to train on."""
         return None
@@ -145,7 +140,7 @@ class Part:
         """Where each part of the run began last."""
         return starts
 
-    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+    def after_plan(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """Check and announce what every `auto` became. Raises RecipeError."""
 
     def derivation(self, resolved: Resolved, table: Timetable) -> str | None:
@@ -160,18 +155,18 @@ class Part:
         """Have every rank go by what rank 0 found. Collective."""
         return ready
 
-    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+    def before_build(self, ready: Preflight, resolved: Resolved, console: Console) -> Resolved:
         """What the model is built by."""
         return resolved
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """What the launch trains with, now that the model is there as it is before the first step."""
         return assembly
 
-    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
-        """The plan and its beginning are known."""
+    def progress_created(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+        """The steps of the run are planned, and ``progress`` counts from the first: before any checkpoint is read."""
 
-    def noted(self, run_dir: Path) -> None:
+    def write_facts(self, run_dir: Path) -> None:
         """Write down, as the launch begins, what later ones go by. Rank 0, under the run's lock."""
 
     def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:

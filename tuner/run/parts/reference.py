@@ -10,7 +10,7 @@ from tuner.setup.build import Assembly
 class Reference(Part):
     """The model before its first step, whose log-probabilities the loss compares with."""
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """The reference's columns at the rows, unless each step computes them; compared where the run begins."""
         if assembly.train_state.method.reference == "none":
             return assembly

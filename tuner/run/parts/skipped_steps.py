@@ -10,7 +10,7 @@ class SkippedSteps(Part):
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
         """Say which are still to come, and warn of those that the run has not."""
         progress, console = context.progress, context.console
-        ranges, last = context.assembly.skipped, progress.plan.total_steps
+        ranges, last = context.assembly.steps_to_skip, progress.plan.total_steps
         if ahead := [str(steps) for steps in ranges if progress.step < steps.last and steps.first <= last]:
             console.say("skips", f"{', '.join(ahead)}: nothing is trained in these steps (train.steps_to_skip)")
         beyond = [str(steps) for steps in ranges if steps.last > last]

@@ -30,7 +30,7 @@ class Store(Part):
         """Where the run's directory stands for one in a store."""
         return url_of(Path(recipe.output_dir)) is not None
 
-    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+    def after_plan(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """Say where the run is."""
         console.say("store", f"{url_of(self._stage)} gets each save of {self._stage}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import Recipe
 from tuner.model.build import fetch_weights
-from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.run.parts.part import LaunchContext, LaunchRequest, Part, Preflight, TaskNeeds
 from tuner.runtime import phase, startup
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
@@ -28,16 +28,16 @@ class Teacher(Part):
         self._versions: TeacherVersions | None = None
         """Those of `method.teacher_every`, as far as the launch is."""
 
-    def check(self, before: Before) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Fetch the teacher, and check that it reads the student's tokens. Raises RecipeError, DataError."""
         from tuner.setup.teacher import check_teacher, teacher_model
 
-        with before.console.doing(f"looking at the teacher, {self._method.teacher}"):
-            check_teacher(self._method, before.spec.tokenizer, before.spec.cache_dir)
-            if not before.options.dry_run and self._method.top_k is None:
+        with request.console.doing(f"looking at the teacher, {self._method.teacher}"):
+            check_teacher(self._method, request.spec.tokenizer, request.spec.cache_dir)
+            if not request.options.dry_run and self._method.top_k is None:
                 fetch_weights(teacher_model(self._method))
 
-    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+    def before_build(self, ready: Preflight, resolved: Resolved, console: Console) -> Resolved:
         """The version that the launch begins with, where newer ones are looked for. Collective."""
         if self._method.teacher_every is None:
             return resolved
@@ -46,7 +46,7 @@ class Teacher(Part):
         self._versions = begin_versions(self._method, ready.status, ready.spec)
         return replace(resolved, teacher=str(self._versions.path))
 
-    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+    def after_build(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """What the teacher gives the trained tokens, where that is kept. Collective."""
         if self._versions is not None:
             self._versions.identify(assembly.teacher_facts)

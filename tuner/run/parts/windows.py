@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.data.prepared import open_prepared
 from tuner.run.options import RunResult
-from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.run.parts.part import LaunchContext, LaunchRequest, Part, Preflight, TaskNeeds
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
@@ -29,22 +29,22 @@ class Windows(Part):
     """Where the run is among its windows: a line is written before the first step on each."""
 
     name = "windows"
-    moves_on = True
+    changes_data = True
     after_saves = True
     _position: WindowPosition
     """From ``prepared`` or ``take_over`` on."""
     _opened: OpenedWindows
     """From ``placed`` on."""
 
-    def prepared(self, before: Before) -> Path | RunResult:
+    def prepare_data(self, request: LaunchRequest) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""
         from tuner.run.windows.finder import begin_windows, prepared_window
 
-        begun = begin_windows(before)
+        begun = begin_windows(request)
         if isinstance(begun, RunResult):
             return begun
         self._position = begun
-        return prepared_window(before.spec, begun.current)
+        return prepared_window(request.spec, begun.current)
 
     def handed_over(self) -> dict[str, Any]:
         """The position."""
@@ -60,7 +60,7 @@ class Windows(Part):
         """A window's rows are counted from its first step."""
         return replace(starts, data=self._position.current.first_step, portion=self._position.number)
 
-    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+    def after_plan(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """A reference of columns would have to know the windows that come later. Raises RecipeError."""
         PortionPlans(resolved).check()
 
@@ -78,7 +78,7 @@ class Windows(Part):
         directory = prepared_window(ready.spec, position.current)
         return replace(ready, data_dir=directory, data=open_prepared(directory))
 
-    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+    def progress_created(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """The windows as the launch begins with them."""
         from tuner.run.windows.finder import OpenedWindows, may_follow
 
@@ -86,7 +86,7 @@ class Windows(Part):
         self._opened = OpenedWindows(ready.spec, self._position.with_last_step(progress.plan.total_steps))
         progress.saves_last, progress.portions = self._opened.is_saved, self._opened.trained
 
-    def noted(self, run_dir: Path) -> None:
+    def write_facts(self, run_dir: Path) -> None:
         """`windows.json`, which a later launch comes upon."""
         self._opened.write(run_dir)
 

@@ -294,7 +294,7 @@ class StartupTask(Task):
 
     def step_taken(self, taken: TakenStep) -> None:
         """Say it once."""
-        if startup.is_begun() and not taken.left_out:
+        if startup.is_begun() and not taken.skipped_by_recipe:
             seconds, remarks = startup.end()
             self._console.say("start", startup.in_words(seconds, remarks))
             self._run.note_start(self._record, seconds)

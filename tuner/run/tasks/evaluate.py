@@ -71,7 +71,7 @@ class EvaluateTask(Task):
     def start(self) -> Iterator[Event]:
         """Evaluate where that is owed, or before the first step of a run."""
         if self._tasks is not None:
-            self._tasks.cut_back(self._progress.step)
+            self._tasks.drop_after(self._progress.step)
         is_new = self._progress.step == 0 and self._progress.saved_step is None  # a save before the first step has it
         if self._progress.evaluation_owed or (is_new and self._settings.at_start):
             with startup.phase("evaluation"):
@@ -95,7 +95,7 @@ class EvaluateTask(Task):
             return
         progress.evaluation_owed = True
         phase.enter(f"evaluation after step {progress.step}")
-        yield from self._log.settle()
+        yield from self._log.flush()
         try:
             with self._log.clock.pause() as pause:
                 found = self._found(held, tasks)

@@ -26,7 +26,7 @@ from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, rebuil
 from tuner.export.hf import sweep_unfinished
 from tuner.run.options import RunResult
 from tuner.run.parts.part import LaunchContext
-from tuner.run.state import is_apart
+from tuner.run.state import is_unmergeable
 from tuner.rundir.checkpoints import CheckpointHold, is_export, link_latest, newest_export, prune_exports
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
@@ -178,7 +178,7 @@ class ExportTask(Task):
     def __init__(
         self, exporter: Exporter, context: LaunchContext, prune: Callable[[], int], tell: Callable[[Path], None]
     ) -> None:
-        if exporter.recipe.export.adapter == "merge" and is_apart(context.assembly):
+        if exporter.recipe.export.adapter == "merge" and is_unmergeable(context.assembly):
             raise RecipeError(
                 "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
                 hint="write export.adapter: keep",

@@ -62,7 +62,7 @@ class HealthTask(Task):
         progress = self._progress
         if not self._due.due_at(progress.step):
             return
-        yield from self._log.settle()
+        yield from self._log.flush()
         with self._log.clock.pause() as pause:
             self._check()
         facts = {"kind": "health", "step": progress.step, "tokens": progress.tokens}
@@ -173,7 +173,7 @@ class RankTimesTask(Task):
         """Gather the times of all processes, write them, and name who is slow."""
         if (taken := self._taken) is None:
             return
-        yield from self._log.settle()
+        yield from self._log.flush()
         with self._log.clock.pause():
             tokens = sum(len(batch.input_ids) for batch in taken.batches.micro)
             own = RankTime(self._clock.seconds(), taken.data_s, tokens)

@@ -46,7 +46,7 @@ class InternalsTask(Task):
         if (taken := self._taken) is None:
             return
         phase.enter(f"internals of step {taken.step}")
-        yield from self._log.settle()
+        yield from self._log.flush()
         with self._log.clock.pause() as pause:
             inside = Inside.of(self._state.root, taken.batches.micro[0], self._state.step_config, taken.step)
             of_step, of_forward = added_up([self._sums, inside.sums()])

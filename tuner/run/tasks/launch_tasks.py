@@ -44,10 +44,10 @@ class LaunchTasks:
     stop: StopTask
     records: Sequence[Records]
 
-    def cut_back(self, step: int, evaluates: bool) -> None:
+    def drop_after(self, step: int, evaluates: bool) -> None:
         """Drop what the records say of later steps; with ``evaluates``, of this one's evaluation, too."""
         for records in self.records:
-            records.cut_back(step, evaluates)
+            records.drop_after(step, evaluates)
 
 
 def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter: Exporter | None) -> LaunchTasks:

@@ -102,17 +102,17 @@ class LogTask(Task):
     def step_taken(self, taken: TakenStep) -> Iterator[Event]:
         """Lines of steps before this one, or its own, may become known."""
         self._unread.append(taken)
-        while self._unread and (len(self._unread) > 1 or self._unread[0].scalars.arrived):
+        while self._unread and (len(self._unread) > 1 or self._unread[0].scalars.reads_without_sync):
             yield self._read()
 
-    def settle(self) -> Iterator[Event]:
+    def flush(self) -> Iterator[Event]:
         """Read every step: before an evaluation, a save, and the end."""
         while self._unread:
             yield self._read()
 
     def finish(self, finished: bool) -> Iterator[Event]:
         """Read what is left."""
-        return self.settle()
+        return self.flush()
 
     def _read(self) -> Event:
         taken = self._unread.popleft()
@@ -134,10 +134,10 @@ class LogTask(Task):
     def _measured(self, taken: TakenStep) -> dict[str, Any]:
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
         step_s, batches = self.clock.lap(taken.scalars.ended), taken.batches
-        mfu = None if taken.left_out else self._mfu.mfu(batches.micro, step_s)
-        share = None if taken.left_out else self._mfu.attention_share(batches.micro)
+        mfu = None if taken.skipped_by_recipe else self._mfu.mfu(batches.micro, step_s)
+        share = None if taken.skipped_by_recipe else self._mfu.attention_share(batches.micro)
         self._elapsed_s += step_s
-        trained = 0 if taken.left_out else 1  # a speed is of what was computed
+        trained = 0 if taken.skipped_by_recipe else 1  # a speed is of what was computed
         return {
             "step_s": round(step_s, 4),
             "data_s": round(taken.data_s, 4),
@@ -176,7 +176,7 @@ def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:
     }
     if not result.skipped:
         return facts
-    reason = {"reason": "steps_to_skip"} if taken.left_out else {}
+    reason = {"reason": "steps_to_skip"} if taken.skipped_by_recipe else {}
     return facts | {"skipped": True} | reason | ({"overflow": True} if result.overflowed else {})
 
 

@@ -34,7 +34,7 @@ class ProberTask(Task):
     """
 
     def __init__(self, assembly: Assembly, section: ProberSection, run_dir: Path, console: Console) -> None:
-        self._section, self._skipped = section, assembly.skipped
+        self._section, self._skipped = section, assembly.steps_to_skip
         model, self._rank_info = assembly.train_state.root.model, assembly.rank_info
         self._directory, self._console = run_dir / PROBER, console
         self._modules = select_modules(model, self._section.modules, "prober.modules")

@@ -181,7 +181,7 @@ class SaveTask(Task):
         self._console = context.console
         self._saver, self._log, self._samples, self._time_left = saver, log, samples, time_left
         self._protected = () if resumed_from is None else (resumed_from,)
-        self._saved_at, self._moves_on = time.monotonic(), any(part.moves_on for part in context.parts)
+        self._saved_at, self._changes_data = time.monotonic(), any(part.changes_data for part in context.parts)
 
     def start(self) -> Iterator[Event]:
         """Check that the best checkpoint so far is still there, and save before the first step of a run that asks it.
@@ -202,12 +202,12 @@ class SaveTask(Task):
         is_due = table.saving.due_after(time.monotonic() - self._saved_at)
         is_due = is_due and not table.is_near_kept(self._progress.step)
         asked = Request.SAVE if is_due else Request.NONE
-        return asked | Request.SETTLE if self._saver.ended else asked
+        return asked | Request.JOIN_SAVE if self._saver.ended else asked
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Save where any rank's clock or the step says so; the last step's save is `finish`'s."""
-        if Request.SETTLE in agreed:
-            yield from self._settle()
+        if Request.JOIN_SAVE in agreed:
+            yield from self._join()
         progress = self._progress
         if Request.STOP in agreed or progress.is_over:
             return
@@ -218,9 +218,9 @@ class SaveTask(Task):
 
     def finish(self, finished: bool) -> Iterator[Event]:
         """Save what no checkpoint holds yet, unless a finished run is to have none at its end."""
-        yield from self._settle()
+        yield from self._join()
         is_saved = self._progress.saved_step == self._progress.step
-        if is_saved and self._moves_on:  # the last portion's end was not known to be the run's
+        if is_saved and self._changes_data:  # the last portion's end was not known to be the run's
             return
         if (self._saver.section.at_end or self._is_kept()) if finished else not is_saved:
             yield from self._save(finished, last=True)
@@ -228,7 +228,7 @@ class SaveTask(Task):
     def close(self) -> Iterator[Event]:
         """Leave no save half done after an error; warn of one that fails, too."""
         try:
-            yield from self._settle()
+            yield from self._join()
         except Exception as error:  # noqa: BLE001 - another error is being raised
             self._console.warn(f"a save failed, too: {error}")
 
@@ -240,9 +240,9 @@ class SaveTask(Task):
     def _save(self, finished: bool, last: bool) -> Iterator[Event]:
         """Save the run as it is: at once if the launch ends here, ``last``, else in the background. Collective."""
         phase.enter(f"save of step {self._progress.step}")
-        yield from self._log.settle()  # the wait for steps that still run is theirs
+        yield from self._log.flush()  # the wait for steps that still run is theirs
         with self._log.clock.pause() as pause:
-            yield from self._settle()
+            yield from self._join()
             self._saver.verify()
             self._log.metrics.flush()
             self._samples.flush()
@@ -254,7 +254,7 @@ class SaveTask(Task):
         self._saved_at = time.monotonic()
         self._time_left.took["save"] = pause.seconds
 
-    def _settle(self) -> Iterator[Event]:
+    def _join(self) -> Iterator[Event]:
         """Wait for a save in the background, if there is one, and tell of it. Raises what any rank raised in it."""
         snapshot = self._saver.wait()
         for text in self._saver.warned():

@@ -60,7 +60,7 @@ class TaskScores:
         directory = self._directory / step_name(step)
         Collective(gloo_group()).on_rank0(lambda: write_scores(directory, scores))
 
-    def cut_back(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """Remove what was kept of later steps, which are taken again. Collective."""
 
         def remove() -> None:

@@ -59,7 +59,7 @@ class VersionsTask(Task):
         versions, progress, assembly = self._versions, self._context.progress, self._context.assembly
         if not (due := versions.due(progress, assembly)):
             return
-        yield from self._log.settle()
+        yield from self._log.flush()
         say = partial(self._context.console.say, versions.label)
         with self._log.clock.pause() as pause:
             if others := self._ranks.on_rank0(partial(versions.others, due, progress.step, say)):

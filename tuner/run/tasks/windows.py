@@ -61,7 +61,7 @@ class WindowTask(Task):
             self._end_launch()
         if Request.STOP not in agreed and self._progress.is_last_step and not self._progress.is_over:
             phase.enter("wait for the next window")
-            yield from self._log.settle()
+            yield from self._log.flush()
             with self._log.clock.pause():
                 self._go_over()
 

@@ -22,7 +22,7 @@ from tuner.data.prepared import open_prepared
 from tuner.data.sources import next_portion
 from tuner.errors import DataError, MachineError, NoRowsError, RecipeError, TunerError, rebuilt
 from tuner.run.options import RunResult
-from tuner.run.parts.part import Before
+from tuner.run.parts.part import LaunchRequest
 from tuner.run.status import RunStatus, run_result
 from tuner.rundir.windows import LeftOut, WindowEntry, WindowPosition, entries_of, read_windows, write_windows
 from tuner.runtime.console import Console, Updates
@@ -338,13 +338,13 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return None
 
 
-def begin_windows(before: Before) -> WindowPosition | RunResult:
+def begin_windows(request: LaunchRequest) -> WindowPosition | RunResult:
     """The window at which a launch that resumes from a run's checkpoint begins, prepared; it is waited for.
 
     Where it does not come, the result of a launch that has a checkpoint, else DataError; that also where it cannot be
     prepared or none is left to train on. Raises RecipeError for options that windows do not have.
     """
-    spec, status, options, recipe = before.spec, before.status, before.options, before.loaded.recipe
+    spec, status, options, recipe = request.spec, request.status, request.options, request.loaded.recipe
     if options.prepared is not None:
         raise RecipeError("--prepared is one directory, and data.windows has many", hint="leave it out")
     if "data" in options.reset:
@@ -355,18 +355,18 @@ def begin_windows(before: Before) -> WindowPosition | RunResult:
     saved, entries = status.checkpoint, _noted(status)
     step = 0 if saved is None else saved.step
     done = _done(entries, step)
-    preparation = PreparedHere(spec, before.console, only_found=options.no_prepare)
+    preparation = PreparedHere(spec, request.console, only_found=options.no_prepare)
     passes = recipe.data.windows.passes_in(recipe.train.duration)
     finder = Finder(spec, preparation, entries[:done], entries[done:], passes=passes)
     wait = spec.data.windows.wait
     patience_s = 0.0 if wait is None or options.dry_run else wait.seconds
-    with before.console.doing("looking for the next window") as doing:
+    with request.console.doing("looking for the next window") as doing:
         found = waited(finder.seen, patience_s, doing, lambda: False).found
     if found.kind == "stop":
         way = "run the same command again when it is"
         if status.record is None or saved is None or options.dry_run:
             raise DataError(found.words, hint=way)
-        before.console.say("waiting", f"{found.words}; {way}")
+        request.console.say("waiting", f"{found.words}; {way}")
         return run_result(status.run, "stopped", saved, saved.step, saved.state)
     if found.kind == "ended":
         return _ended(finder.entries)
@@ -443,7 +443,7 @@ class OpenedWindows:
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
         progress.saves_last, progress.portions = self.is_saved, self.trained
-        self.rows.go_over(rows, len(decided), first, plan.total_steps)
+        self.rows.switch_to(rows, len(decided), first, plan.total_steps)
 
 
 def may_follow(assembly: Assembly, progress: Progress) -> bool:

@@ -97,7 +97,7 @@ class Dpo(preference.PairMethod):
         losses = [Sum(weight * LOSSES[one](ratios, section).sum(), "pairs") for one, weight in section.loss.items()]
         if section.sft_weight:
             losses.append(preference.chosen_cross_entropy(log_p, section.sft_weight))
-        figures = preference.pair_figures(ratios.times(section.beta), log_p)
+        figures = preference.pair_figures(ratios.detached.times(section.beta), log_p)
         return Terms(dict(zip(section.losses, losses, strict=True)), figures)
 
 

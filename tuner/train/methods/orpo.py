@@ -44,7 +44,7 @@ class Orpo(PairMethod):
         ratios = log_odds(average.chosen) - log_odds(average.rejected)
         odds_ratio = Sum(-self._beta * logsigmoid(ratios).sum(), "pairs")
         losses = {"sft": chosen_cross_entropy(log_p, 1.0), "odds_ratio": odds_ratio}
-        return Terms(losses, pair_figures(average.times(self._beta), log_p))
+        return Terms(losses, pair_figures(average.detached.times(self._beta), log_p))
 
 
 build = Orpo

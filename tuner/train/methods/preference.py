@@ -62,6 +62,11 @@ class Pairs(NamedTuple):
         chosen = self.chosen / self.chosen_tokens.clamp_min(1)
         return self._replace(chosen=chosen, rejected=self.rejected / self.rejected_tokens.clamp_min(1))
 
+    @property
+    def detached(self) -> "Pairs":
+        """The values without a gradient: a figure made of them keeps nothing until the backward pass."""
+        return self._replace(chosen=self.chosen.detach(), rejected=self.rejected.detach())
+
     def times(self, factor: float) -> "Pairs":
         """The values multiplied."""
         return self._replace(chosen=factor * self.chosen, rejected=factor * self.rejected)
