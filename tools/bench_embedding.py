@@ -47,7 +47,7 @@ class Worker:
         from tuner.runtime.dist import RankInfo
         from tuner.setup.build import build_train_state
         from tuner.setup.mock import full_rows
-        from tuner.setup.model import assemble_model
+        from tuner.setup.model import load_training_model
         from tuner.setup.resolve import resolve
 
         self.micro, self.skew, self.vocabulary = -(-options.tokens // LENGTH), options.skew, options.vocabulary
@@ -59,7 +59,7 @@ class Worker:
         }
         alone = RankInfo()
         resolved = resolve(load_recipe(tree).recipe, LENGTH, alone)
-        (root, _), step_config = assemble_model(resolved, alone)
+        (root, _), step_config = load_training_model(resolved, alone)
         self.state = build_train_state(resolved, root, step_config)
         self.rows = self.state.method.made_up(full_rows(resolved.recipe.method.examples, LENGTH, 1, self.vocabulary))
         self.index = 0

@@ -28,7 +28,7 @@ from tuner.rundir.layout import CHECKPOINTS, MODEL_CONFIG, TOKENIZER
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import file_entries
 from tuner.setup.build import build_train_state, run_tensors
-from tuner.setup.model import assemble_model
+from tuner.setup.model import load_training_model
 from tuner.setup.probes import record_probes
 from tuner.setup.resolve import Resolved, resolve
 from tuner.train.step import forward_backward, optimizer_step
@@ -73,7 +73,7 @@ class Training:
         self.mode, self._rank_info = mode, rank_info
         recipe = load_recipe(mode.recipe(directory)).recipe
         self.resolved: Resolved = resolve(recipe, int(recipe.data.max_length), rank_info)
-        (root, self.facts), step_config = assemble_model(self.resolved, rank_info)
+        (root, self.facts), step_config = load_training_model(self.resolved, rank_info)
         self.state = build_train_state(self.resolved, root, step_config)
         self.losses: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}

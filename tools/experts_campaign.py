@@ -45,7 +45,7 @@ from tuner.model.router_loss import has_term, router_loss
 from tuner.parallel.expert import check_spread
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import build_train_state
-from tuner.setup.model import assemble_model
+from tuner.setup.model import load_training_model
 from tuner.setup.resolve import resolve
 from tuner.train.step import forward_backward
 
@@ -107,7 +107,7 @@ def our_step(
         "data.packing": "auto" if mode == "packed" else False,
     }  # fmt: skip
     resolved = resolve(load_recipe(tree_of(given)).recipe, 64, RankInfo())
-    (root, _), step_config = assemble_model(resolved, RankInfo())
+    (root, _), step_config = load_training_model(resolved, RankInfo())
     state = build_train_state(resolved, root, step_config)
     rows = [
         Row(ids, np.ones(len(ids), bool), np.array([len(ids)], np.int32), np.array([number], np.int64))

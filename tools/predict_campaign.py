@@ -33,7 +33,7 @@ from tests.fixtures.predict_traced import predicted
 from tools.commands import asked, workplace
 from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
-from tuner.setup.model import assemble_model
+from tuner.setup.model import load_training_model
 
 PEAK_ALLOWED = 0.02
 
@@ -62,7 +62,7 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
         try:
             for case in drawn_cases(model_type):
                 resolved, rank_info, _ = resolved_case(case, directory)
-                assemble_model(resolved, rank_info)
+                load_training_model(resolved, rank_info)
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
@@ -78,7 +78,7 @@ def drawn_combinations(seed: int, count: int, directory: Path) -> tuple[list[Cas
             break
         try:
             resolved, rank_info, _ = resolved_case(replace(case, processes=1), directory)
-            (root, _), step_config = assemble_model(resolved, rank_info)
+            (root, _), step_config = load_training_model(resolved, rank_info)
             build_train_state(resolved, root, step_config)
             chosen[case.name] = case
         except TunerError as error:

@@ -169,7 +169,7 @@ FAULTS: dict[str, Fault] = {
         r"gradient norm of step 1: .*, 1.414 times it",
     ),
     "target shifted": Fault(
-        "fsdp2", step, "_on_device", _shifted_target, r"gradient of the output of \S+, where the output layer"
+        "fsdp2", step, "on_device", _shifted_target, r"gradient of the output of \S+, where the output layer"
     ),
     "all-reduce dropped in a layer": Fault(
         "tp2", split, "entered", lambda own, given, group: given, _UPSTREAM

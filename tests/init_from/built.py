@@ -17,7 +17,7 @@ from tuner.model.build import model_config
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.initial import planned
-from tuner.setup.model import LoadedModel, assembled
+from tuner.setup.model import LoadedModel, load_model
 from tuner.setup.resolve import model_spec, resolve
 from tuner.setup.specs import assembly_spec, trainable_of
 
@@ -78,7 +78,7 @@ def planned_for(recipe: Recipe) -> InitPlan:
 def built(recipe: Recipe, new_ids: range = range(0)) -> LoadedModel:
     """The model of a recipe as a training starts with it."""
     resolved = resolve(recipe, MAX_LENGTH, RankInfo(), new_ids)
-    return assembled(resolved, assembly_spec(resolved), Mesh(), torch.device("cpu"))
+    return load_model(resolved, assembly_spec(resolved), Mesh(), torch.device("cpu"))
 
 
 def values(model: LoadedModel) -> TENSORS:

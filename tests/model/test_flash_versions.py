@@ -246,8 +246,8 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(model, "_device", lambda facts, rank_info: torch.device("cuda", 0))
     take = "use_flash_version"
     monkeypatch.setattr(module, take, lambda config, device, *_: chosen.append((config.model_type, device)))
-    monkeypatch.setattr(model, "assembled", lambda *args: None)
-    model.assemble_model(resolved, RankInfo())
+    monkeypatch.setattr(model, "load_model", lambda *args: None)
+    model.load_training_model(resolved, RankInfo())
     assert chosen == [("llama", torch.device("cuda", 0))]
 
 

@@ -108,7 +108,7 @@ def test_what_is_made_of_a_model_is_made_once(tmp_path: Path) -> None:
     root.parts.set_once(padding=Padding(64, 64))
     root.parts.set_once(sum_partial_gradients=lambda: None)
     assert root.parts.padding == Padding(64, 64)
-    with pytest.raises(AssertionError, match="padding: made of this model already"):
+    with pytest.raises(AssertionError, match="padding: this model has it already"):
         root.parts.set_once(padding=Padding(32, 32))
 
 

@@ -124,7 +124,7 @@ def test_columns_are_computed_once_and_in_parts_and_training_loads_no_teacher(
         launch(workplace, name="a", **taught)
     whole = launch(workplace, "auto", name="a", **taught)
     assert len(rows) == 21 + 45 - 16  # two parts of eight rows were kept
-    monkeypatch.setattr(teacher, "assemble_teacher", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr(teacher, "load_teacher", lambda *given: pytest.fail("loaded"))
     launch(workplace, name="b", train__stop_after="1 step", **taught)
     (workplace / "teacher" / "model.safetensors").unlink()
     again = launch(workplace, "must", name="b", **taught)

@@ -63,10 +63,9 @@ def launch(
     checkpoint = None if state is None else SimpleNamespace(state=state)
     ready: Any = SimpleNamespace(
         status=SimpleNamespace(checkpoint=checkpoint), data=None, starts=None, spec=SimpleNamespace(cache_dir=cache),
-        before=SimpleNamespace(console=Console(True, "info")),
     )  # fmt: skip
     part = Kernels(recipe)
-    return part, part.before_build(ready, resolved)
+    return part, part.before_build(ready, resolved, Console(True, "info"))
 
 
 def test_the_fastest_is_measured_once_said_and_noted(

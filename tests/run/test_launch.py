@@ -11,8 +11,9 @@ from tests.fixtures import trainings
 from tests.fixtures.commands import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
-from tuner.run.launch import launch, train_rank
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.launch import launch
+from tuner.run.options import JOB, LaunchOptions, RankJob, RunResult
+from tuner.run.rank import train_rank
 from tuner.runtime import spawn
 from tuner.runtime.spawn import Work
 
@@ -61,6 +62,14 @@ def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Pa
     assert noted[0]["command"] == [*COMMAND[:-1], "***"]
     assert noted[0]["git"]["dirty"]
     assert noted[0] == noted[1]
+
+
+def test_a_rank_knows_which_keys_are_written(work: Path) -> None:
+    """On Ray each launch settles in its ranks what is not: such as a global batch that they divide."""
+    loaded = load_recipe(work / "r.yaml", trainings.overrides({"optimizer.lr": "1e-3"}))
+    job = JOB.validate_json(JOB.dump_json(RankJob.of(loaded, LaunchOptions())))
+    assert (job.loaded().recipe, job.loaded().origins) == (loaded.recipe, loaded.origins)
+    assert "optimizer.lr" in loaded.origins and "optimizer.kind" not in loaded.origins
 
 
 def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(

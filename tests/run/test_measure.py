@@ -70,7 +70,7 @@ def told(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         Path(path).write_bytes(b"history")
 
     build = run_main.build
-    monkeypatch.setattr(MemoryHistory, "planned", lambda *given: None)
+    monkeypatch.setattr(MemoryHistory, "after_plan", lambda *given: None)
     monkeypatch.setattr(torch_private, "record_memory_history", record, raising=False)
     monkeypatch.setattr(torch_private, "dump_snapshot", dump, raising=False)
     monkeypatch.setattr(run_main, "build", lambda *given: told.append("build") or build(*given))

@@ -16,7 +16,7 @@ from tuner.data.batches import StepBatches
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions, Resume
 from tuner.run.parts.listed import PARTS, parts_of
-from tuner.run.parts.part import Before, Part, Preflight
+from tuner.run.parts.part import LaunchRequest, Part, Preflight
 from tuner.setup.build import Assembly
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
@@ -29,8 +29,8 @@ OWNED = (
 )  # fmt: skip
 """What a part works with."""
 RUN = (
-    "check", "prepared", "starts", "derivation", "planned", "around", "agree", "before_build", "built", "placed",
-    "noted", "tasks", "before_steps", "source", "state", "facts",
+    "check", "prepare_data", "starts", "derivation", "after_plan", "around", "agree", "before_build", "after_build",
+    "progress_created", "write_facts", "tasks", "before_steps", "source", "state", "facts",
 )  # fmt: skip
 
 
@@ -51,8 +51,9 @@ class Counting(Part):
 
     found: list[int | None]
 
-    def check(self, before: Before) -> None:
-        type(self).found.append(None if before.status.checkpoint is None else before.status.checkpoint.state["counted"])
+    def check(self, request: LaunchRequest) -> None:
+        checkpoint = request.status.checkpoint
+        type(self).found.append(None if checkpoint is None else checkpoint.state["counted"])
 
     def state(self, step: int) -> dict[str, int]:
         return {"counted": 7 * step}
@@ -72,7 +73,7 @@ def test_a_part_is_asked_at_each_moment_in_this_order(tmp_path: Path, asked: Ask
     asked(Noting)
     Noting.asked = []
     launch(tmp_path, LaunchOptions(dry_run=True))
-    assert list(dict.fromkeys(Noting.asked)) == ["check", "prepared", "starts", "derivation", "planned"]
+    assert list(dict.fromkeys(Noting.asked)) == ["check", "prepare_data", "starts", "derivation", "after_plan"]
     Noting.asked = []
     launch(tmp_path, train__stop_after="1 step")
     assert tuple(dict.fromkeys(Noting.asked)) == RUN
@@ -128,7 +129,7 @@ def test_a_part_can_refuse_before_anything_is_built(tmp_path: Path, asked: Asked
     trainings.prepare(tmp_path, 1, layers=1)
 
     class Refusing(Counting):
-        def check(self, before: Before) -> None:
+        def check(self, request: LaunchRequest) -> None:
             raise RecipeError("not like this")
 
     asked(Refusing)

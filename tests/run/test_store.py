@@ -27,7 +27,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run import store as machines
 from tuner.run.options import Resume, RunResult
-from tuner.run.status import began
+from tuner.run.status import branch_source
 from tuner.run.store import Publisher
 from tuner.run.stored import in_store
 from tuner.rundir import in_store as places
@@ -111,7 +111,7 @@ def test_a_run_whose_stage_is_lost_is_resumed_from_its_store(workplace: Path, st
     branched = launched(workplace, "branch", stage_of(URL) / "checkpoints" / "step-5", train__duration="10 steps")
     (launch,) = read_json(branched.run_dir / "run.json")["launches"]
     assert launch["began_from"] == f"{URL}/checkpoints/step-5"
-    assert began({"launches": [launch]}) == stage_of(URL) / "checkpoints" / "step-5"
+    assert branch_source({"launches": [launch]}) == stage_of(URL) / "checkpoints" / "step-5"
 
 
 def test_a_run_that_cannot_be_published_is_kept_and_published_later(

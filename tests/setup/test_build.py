@@ -28,7 +28,7 @@ from tuner.model.unread import in_files
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.setup.model import _load_for_devices, _transfer_dtype, assembled
+from tuner.setup.model import _load_for_devices, _transfer_dtype, load_model
 from tuner.setup.probes import record_probes
 from tuner.setup.resolve import resolve
 from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of
@@ -92,7 +92,7 @@ def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool,
     family_model(what.partition(",")[0], tied).to(torch.bfloat16).save_pretrained(tmp_path)
     resolved = resolve(recipe_for(tmp_path, **MADE[what]), 32, RankInfo())
     spec, cpu = assembly_spec(resolved), torch.device("cpu")
-    loaded, read = assembled(resolved, spec, Mesh(), cpu).root, _load_for_devices(resolved, spec, Mesh(), cpu).root
+    loaded, read = load_model(resolved, spec, Mesh(), cpu).root, _load_for_devices(resolved, spec, Mesh(), cpu).root
     for kind in ("named_parameters", "named_buffers"):
         wanted, found = dict(getattr(loaded, kind)()), dict(getattr(read, kind)())
         assert wanted.keys() == found.keys()
@@ -140,10 +140,10 @@ def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch
         info, cpu = RankInfo(rank, 2, rank, 2), torch.device("cpu")
         resolved = resolve(recipe_for(tmp_path / "model", **LAYOUTS[what]), 32, info)
         spec = assembly_spec(resolved)
-        wanted = dict(assembled(resolved, spec, Mesh(), cpu).root.named_parameters())
+        wanted = dict(load_model(resolved, spec, Mesh(), cpu).root.named_parameters())
         if what == LOST and rank:
             values._sample = lambda path, places: None  # in this process
-        found = assembled(resolved, spec, mesh_of(resolved.recipe.parallel, info), cpu).root
+        found = load_model(resolved, spec, mesh_of(resolved.recipe.parallel, info), cpu).root
         for name, one in found.named_parameters():
             assert torch.equal(whole(one), wanted.pop(name)), name
         assert not wanted

@@ -19,6 +19,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup import first_kernels, resolve
 from tuner.setup.first_kernels import build_runnable
 from tuner.setup.resolve import Resolved
+from tuner.setup.timetable import Starts
 
 SILENT = Console(main=False)
 
@@ -46,9 +47,16 @@ def resolved_as(model: Path, chosen: tuple[str, ...]) -> Resolved:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(first_kernels, "build", lambda resolved, *given: Built(resolved))
     return tmp_path
+
+
+def runnable(resolved: Resolved) -> Any:
+    """What stands for a model that runs; only the stand-in for building it would look at data and tokenizer."""
+    nothing: Any = None
+    return build_runnable(resolved, nothing, nothing, RankInfo(), Starts(), SILENT)
 
 
 BOTH = ("train.compile", "model.kernels")
@@ -69,7 +77,7 @@ def test_one_choice_after_the_other_is_left_out(
 ) -> None:
     made: list[Built] = []
 
-    def make(resolved: Resolved) -> Any:
+    def make(resolved: Resolved, *given: Any) -> Any:
         made.append(Built(resolved))
         return made[-1]
 
@@ -83,7 +91,8 @@ def test_one_choice_after_the_other_is_left_out(
     let_go: list[int] = []
     monkeypatch.setattr(first_kernels, "_let_go", lambda: let_go.append(len(made)))  # it takes a second
     monkeypatch.setattr(first_kernels, "mock_batch", compute)
-    found: Any = build_runnable(resolved_as(model, chosen), make, SILENT)
+    monkeypatch.setattr(first_kernels, "build", make)
+    found: Any = runnable(resolved_as(model, chosen))
     assert [one.kernels for one in made] == tried and found is made[-1]
     assert let_go == [*range(1, len(tried))], "what did not run is let go before another is built"
     if broken == "triton":
@@ -95,7 +104,7 @@ def test_what_was_asked_for_is_not_tried(model: Path, monkeypatch: pytest.Monkey
         raise AssertionError("tried")
 
     monkeypatch.setattr(first_kernels, "mock_batch", never)
-    made: Any = build_runnable(resolved_as(model, ()), Built, SILENT)  # type: ignore[arg-type]
+    made: Any = runnable(resolved_as(model, ()))
     assert made.kernels == (True, "liger")
 
 
@@ -114,7 +123,7 @@ def test_that_compiling_takes_a_while_is_said_before_it_begins(
     monkeypatch.setattr(Console, "doing", doing)
     monkeypatch.setattr(Console, "say", lambda console, label, text: said.append((text, True)))
     monkeypatch.setattr(first_kernels, "mock_batch", lambda *given: None)
-    build_runnable(resolved_as(model, chosen), Built, SILENT)  # type: ignore[arg-type]
+    runnable(resolved_as(model, chosen))
     words = "compiling the decoder layers, a minute or two"
     assert [at_once for text, at_once in said if text == words] == tried
     assert [at_once for text, at_once in said if text == f"the first step is spent {words}"] == first
@@ -125,11 +134,11 @@ def test_memory_is_no_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise MemoryLimitError("a micro-batch of 4,096 tokens does not fit into memory")
 
     monkeypatch.setattr(first_kernels, "mock_batch", full)
-    made: Any = build_runnable(resolved_as(model, BOTH), Built, SILENT)  # type: ignore[arg-type]
+    made: Any = runnable(resolved_as(model, BOTH))
     assert made.kernels == (True, "liger"), "it is explained where a step's record can be read"
     monkeypatch.setattr(Built, "rank_info", RankInfo(1, 2, 1, 2))
     with pytest.raises(MemoryLimitError):
-        build_runnable(resolved_as(model, BOTH), Built, SILENT)  # type: ignore[arg-type]
+        runnable(resolved_as(model, BOTH))
 
 
 @pytest.mark.multi
@@ -148,7 +157,7 @@ def test_processes_leave_kernels_out_together_or_not_at_all(
 
         monkeypatch.setattr(first_kernels, "mock_batch", compute)
         try:
-            made: Any = build_runnable(resolved_as(model, ("train.compile",)), Built, SILENT)  # type: ignore[arg-type]
+            made: Any = runnable(resolved_as(model, ("train.compile",)))
             assert made.kernels == (failing < 2, "liger")
         except RuntimeError as error:
             assert (failing, rank, str(error)) == (1, 0, "no compiler")

@@ -132,7 +132,7 @@ def test_a_model_that_caps_its_logits_is_refused_before_it_is_loaded(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.LogitTransform, "of", staticmethod(lambda config: LogitTransform(1.0, 30.0)))
-    monkeypatch.setattr(build, "assemble_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(build, "load_training_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(PluginError, match="my_loss.py:with_z_loss: this model caps its logits"):
         custom(workplace, "bad", "with_z_loss")
 

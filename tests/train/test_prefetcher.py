@@ -57,7 +57,7 @@ def test_the_first_batch_again_and_again() -> None:
 
 def test_rows_begin_after_the_step_that_the_data_were_reset_at() -> None:
     batches: Any = Recorded()
-    with Prefetcher(batches, 9, begun=5) as feed:
+    with Prefetcher(batches, 9, start_step=5) as feed:
         assert [feed.step(7), feed.step(8)] == ["step 2", "step 3"]
 
 

@@ -64,4 +64,4 @@ def resume(
     with console.doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
 
-    return work.resume_training(path, flags, console, verbose, reset, dry_run=dry_run, on=on)
+    return work.resume_training(path, flags, console, verbose, reset, resume="must", dry_run=dry_run, on=on)

@@ -63,7 +63,7 @@ class ModelParts:
         """Set fields, each at most once and before the first step: do not assign to them. Raises AssertionError."""
         fresh = ModelParts()
         again = [name for name in made if getattr(self, name) != getattr(fresh, name)]
-        assert not again, f"{', '.join(again)}: set on this model already"
+        assert not again, f"{', '.join(again)}: this model has it already"
         for name, value in made.items():
             setattr(self, name, value)
 

@@ -34,7 +34,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import build_train_state, run_tensors
-from tuner.setup.model import assembled
+from tuner.setup.model import load_model
 from tuner.setup.resolve import model_spec, resolve, takes_several
 from tuner.setup.settled import without_prediction
 from tuner.setup.specs import assembly_spec, step_config_of
@@ -112,7 +112,7 @@ def build(setting: Setting, layout: Layout, rank: int) -> Training:
     rank_info = layout.rank_info(rank)
     resolved = setting.twin.resolved(layout)
     step_config = step_config_of(resolved, torch.device("cpu"), rank_info)
-    root = assembled(resolved, assembly_spec(resolved), step_config.mesh, step_config.device).root
+    root = load_model(resolved, assembly_spec(resolved), step_config.mesh, step_config.device).root
     state = build_train_state(resolved, root, step_config)
     vocabulary = resolved.config.get_text_config().vocab_size
     recipe = setting.twin.recipe
@@ -293,7 +293,7 @@ def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": "cpu"})})
     resolved = resolve(without_prediction(here), spec.max_length, RankInfo(), spec.tokenizer.new_ids)
-    root = assembled(resolved, assembly_spec(resolved).of_weight_source(), mesh=Mesh(), device=torch.device("cpu")).root
+    root = load_model(resolved, assembly_spec(resolved).of_weight_source(), Mesh(), torch.device("cpu")).root
     vocab_size, longest = resolved.config.get_text_config().vocab_size, resolved.max_length
     return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.layout.route
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,6 @@ from tuner.setup.settled import reopened, with_batch_of, with_whole_batches
 from tuner.setup.specs import require_groups
 
 if TYPE_CHECKING:
-    from tuner.run.tasks.export import Exporter
     from tuner.run.webhook import Webhook
 
 
@@ -93,7 +91,7 @@ def launch(
         console = Console(main, options.level)
         if options.dry_run:
             return train(loaded, options, place.planned, console, status=status)
-        with _webhook(loaded.recipe, console, main) as webhook, exports_of(loaded.recipe, console) as exporter:
+        with _webhook(loaded.recipe, console, main) as webhook, exports_of(loaded, console) as exporter:
             if place.local == 1 and not own_process and place.run is None:
                 result = train(loaded, options, place.rank_info, console, exporter, status)
             else:
@@ -147,7 +145,8 @@ def _train_in_ranks(
     checkpoint = None if ready.status.checkpoint is None else ready.status.checkpoint.path
     settled = None
     if place.run is None:
-        settled = settled_for(ready, loaded, place.planned, LaunchData.of(ready, False, starts=True), console)
+        where = LaunchData.of(ready.data_dir, ready.spec.cache_dir, is_planned=False, starts=True)
+        settled = settled_for(ready, loaded, place.planned, where, console)
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
     job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")

@@ -154,6 +154,7 @@ def _loop(context: LaunchContext, tasks: Tasks) -> bool:
     rows = Prefetcher(assembly.batches, progress.plan.total_steps, progress.data_start, assembly.first_only)
     with rows, calm_collector():
         sources = [source for part in context.parts if (source := part.source(rows)) is not None]
+        assert len(sources) <= 1, f"several parts make the rows of a step: {sources}"
         schedule, source = assembly.timetable.schedule, sources[0] if sources else rows
         return train_loop(assembly.train_state, progress, source, schedule, tasks, assembly.steps_to_skip)
 

@@ -61,16 +61,18 @@ class RankJob:
     recipe: dict[str, Any]
     text: str
     recipe_path: Path | None
+    origins: dict[str, str]
+    """Where each key is written: others have their default, which a launch may change."""
     options: LaunchOptions
 
     @staticmethod
     def of(loaded: LoadedRecipe, options: LaunchOptions) -> RankJob:
         """The job of every rank of a launch."""
-        return RankJob(recipe_dict(loaded.recipe), loaded.text, loaded.path, options)
+        return RankJob(recipe_dict(loaded.recipe), loaded.text, loaded.path, loaded.origins, options)
 
     def loaded(self) -> LoadedRecipe:
         """The recipe as the command loaded it."""
-        return replace(load_recipe(self.recipe), text=self.text, path=self.recipe_path)
+        return replace(load_recipe(self.recipe), text=self.text, path=self.recipe_path, origins=self.origins)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def plan_launch(
         begin_reading(model_spec(loaded.recipe, range(0)))
     settled = None if given is None else given.settled
     if settled is None:
-        settled = settled_for(ready, loaded, rank_info, LaunchData.of(ready, options.dry_run), console)
+        place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run)
+        settled = settled_for(ready, loaded, rank_info, place, console)
     recipe = settled.of(loaded.recipe)
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     reasons = {**resolved.reasons, **settled.reasons}

@@ -6,7 +6,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.recipe import Recipe
+from tuner.config.load import LoadedRecipe
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT
 from tuner.runtime import startup
@@ -26,7 +26,7 @@ def train_rank(work: dict[str, Any]) -> dict[str, Any]:
     job = JOB.validate_python(work)
     loaded, rank_info = job.loaded(), RankInfo.from_environment()
     console = Console(rank_info.is_main, job.options.level)
-    with exports_of(loaded.recipe, console) as exporter:
+    with exports_of(loaded, console) as exporter:
         result = train(loaded, job.options, rank_info, console, exporter)
         if exporter is not None and rank_info.is_main:
             exporter.finish(result, at_end=False)
@@ -35,10 +35,10 @@ def train_rank(work: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def exports_of(recipe: Recipe, console: Console) -> AbstractContextManager[Exporter | None]:
+def exports_of(loaded: LoadedRecipe, console: Console) -> AbstractContextManager[Exporter | None]:
     """What exports checkpoints of the run; None, and nothing imported, where the recipe asks for no exports."""
-    if recipe.export.every is None and not recipe.export.at_end:
+    if loaded.recipe.export.every is None and not loaded.recipe.export.at_end:
         return nullcontext()
     from tuner.run.tasks.export import Exporter
 
-    return Exporter(recipe, console)
+    return Exporter(loaded.recipe, console)

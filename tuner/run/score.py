@@ -33,7 +33,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import held_out_rows
-from tuner.setup.model import assemble_model
+from tuner.setup.model import load_training_model
 from tuner.setup.resolve import Resolved, check_fits, method_section, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
 from tuner.setup.specs import joined
@@ -119,7 +119,7 @@ def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> t
     """The model with its weights, and how it computes. Collective. Raises DataError for another base's checkpoint."""
     if isinstance(trained, RunCheckpoint):
         resolved = replace(resolved, given=trained.checkpoint.meta.get(GIVEN))
-    (root, facts), step_config = assemble_model(resolved, rank_info)
+    (root, facts), step_config = load_training_model(resolved, rank_info)
     if isinstance(trained, RunCheckpoint):
         require_same_base(trained.checkpoint, facts.agreed_frozen_hash())
         require_same_quantizer(trained.checkpoint, quantizer_facts(resolved))

@@ -56,10 +56,9 @@ class LaunchData:
     starts: bool = False
 
     @staticmethod
-    def of(ready: Preflight, is_planned: bool, starts: bool = False) -> LaunchData:
+    def of(data: Path, cache: Path, is_planned: bool, starts: bool = False) -> LaunchData:
         """That of this process; ranks that it starts itself, or only plans, are none that wait."""
-        is_shared = RankInfo.is_given() and not is_planned
-        return LaunchData(ready.data_dir.absolute(), ready.spec.cache_dir, is_shared, starts)
+        return LaunchData(data.absolute(), cache, RankInfo.is_given() and not is_planned, starts)
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:

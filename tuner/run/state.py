@@ -11,11 +11,12 @@ import torch
 
 from tuner.checkpoint.load import load_into
 from tuner.checkpoint.open import CheckpointInfo
-from tuner.config.load import load_recipe, recipe_dict, recipe_yaml
+from tuner.config.load import LoadedRecipe, load_recipe, recipe_dict, recipe_yaml
 from tuner.config.recipe import DataSection, TrainSection
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError, MachineError
 from tuner.run.changes import STATE, pending, resets_of, sources_of_eval, starts_of, updates_of
+from tuner.run.options import HandedOver, LaunchOptions
 from tuner.run.parts.part import LaunchContext, Preflight
 from tuner.rundir.checkpoints import APART, require_same_base, require_same_quantizer
 from tuner.rundir.directory import RunDir, noted

@@ -35,7 +35,7 @@ from tuner.runtime.device import to_device
 from tuner.runtime.files import sha256_file
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
-from tuner.setup.model import WeightFacts, assemble_teacher
+from tuner.setup.model import WeightFacts, load_teacher
 from tuner.setup.resolve import method_section
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher, teacher_model
 from tuner.train.methods.distill import Distill
@@ -115,7 +115,7 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
     method, step_config = method_of(assembly), assembly.train_state.step_config
     vocabulary = int(key_facts(assembly, "")["vocabulary"])
     count, small = method.top_k or 0, vocabulary <= 1 << 16
-    built = cache(lambda: assemble_teacher(assembly.resolved, method, step_config).root)
+    built = cache(lambda: load_teacher(assembly.resolved, method, step_config).root)
 
     def values(rows: PackedRows, row: Row) -> Columns:
         batch = collate([row])
@@ -216,7 +216,7 @@ class TeacherVersions:
         self.current, state.method.teacher = others[0], None
         gc.collect()  # a sharded module's hooks refer to it
         resolved = replace(assembly.resolved, teacher=str(self.path))
-        state.method.teacher, facts = assemble_teacher(resolved, self.method, state.step_config)
+        state.method.teacher, facts = load_teacher(resolved, self.method, state.step_config)
         self.identify(facts)
 
     def looked_after(self, due: Sequence[int], step: int) -> None:

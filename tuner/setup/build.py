@@ -25,7 +25,7 @@ from tuner.runtime.device import measured_peak, target
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.runtime.warned import pass_on
-from tuner.setup.model import WeightFacts, assemble_model, assemble_teacher, teacher_in_memory
+from tuner.setup.model import WeightFacts, load_teacher, load_training_model, teacher_in_memory
 from tuner.setup.probes import probed_rows, probes_of
 from tuner.setup.resolve import Resolved, check_division, check_fits, rerouted
 from tuner.setup.settled import rows_at_once
@@ -91,7 +91,7 @@ def build(
     index = device_index(rank_info) if resolved.facts.kind == "cuda" else 0
     products = resolved.numerics.products
     peak = None if products == "fp8" else measured_peak(resolved.facts.kind, products, index)  # while memory is free
-    (root, facts), step_config = assemble_model(resolved, rank_info)
+    (root, facts), step_config = load_training_model(resolved, rank_info)
     if root.layout.route != resolved.route:  # what its structure tells is not what it computes
         resolved = rerouted(resolved, root.layout.route, str(facts.why_apart))
     if recipe.prober.steps:
@@ -102,7 +102,7 @@ def build(
         _tell_touched(root)
     teacher_facts = None
     if (method := teacher_in_memory(resolved)) is not None:
-        train_state.method.teacher, teacher_facts = assemble_teacher(resolved, method, step_config)
+        train_state.method.teacher, teacher_facts = load_teacher(resolved, method, step_config)
     batches = GlobalBatches(
         prepared.train, seed=recipe.seed, shuffle=recipe.data.shuffle, global_batch_size=recipe.train.global_batch_size,
         micro_batch_size=rows_at_once(recipe.train), rank=mesh.data_rank, world_size=mesh.data_size,

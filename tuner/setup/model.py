@@ -71,7 +71,7 @@ _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
 
 
-def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[LoadedModel, StepConfig]:
+def load_training_model(resolved: Resolved, rank_info: RankInfo) -> tuple[LoadedModel, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     device = _device(resolved.facts, rank_info)
     if device.type == "cpu":
@@ -83,10 +83,10 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[LoadedModel
         place = cache_root() if cache is None else Path(cache)
         use_flash_version(resolved.config, device, place, resolved.settled.get("attention"))
     step_config = step_config_of(resolved, device, rank_info)
-    return assembled(resolved, assembly_spec(resolved), step_config.mesh, device), step_config
+    return load_model(resolved, assembly_spec(resolved), step_config.mesh, device), step_config
 
 
-def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> LoadedModel:
+def load_model(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> LoadedModel:
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
     if mesh.axes or device.type != "cpu":
         return _load_for_devices(resolved, spec, mesh, device)
@@ -101,13 +101,13 @@ def teacher_in_memory(resolved: Resolved) -> DistillMethod | None:
     return method if isinstance(method, DistillMethod) and method.top_k is None else None
 
 
-def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> LoadedModel:
+def load_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> LoadedModel:
     """The teacher of a resolved recipe, in evaluation mode. Collective where there are several processes."""
     from tuner.setup.teacher import blaming_teacher, teacher_of
 
     with blaming_teacher():
         taught = teacher_of(resolved, method)
-        built = assembled(taught, teacher_spec(taught), step_config.mesh, step_config.device)
+        built = load_model(taught, teacher_spec(taught), step_config.mesh, step_config.device)
     built.root.eval()
     return built
 

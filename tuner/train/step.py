@@ -126,8 +126,8 @@ class StepScalars:
 
     @property
     def reads_without_sync(self) -> bool:
-        """Whether :meth:`read` never waits: true on a CPU. False on CUDA even once the step has ended: when that is seen
-        would differ from rank to rank, and ranks must read in the same step."""
+        """Whether :meth:`read` never waits: true on a CPU. False on CUDA even once the step ended: when that is
+        seen would differ from rank to rank, and ranks must read in the same step."""
         return not self._is_asynchronous
 
     def read(self) -> StepResult:

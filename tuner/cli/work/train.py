@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
 from tuner.config.load import LoadedRecipe, Override
 from tuner.errors import counted
 from tuner.run.changes import parse_reset
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.status import launches_of, nothing_to_do, resumable_result, resume_source, status_of
 from tuner.run.stored import in_store
 from tuner.rundir.checkpoints import APART
@@ -24,18 +24,31 @@ from tuner.stages import shown, url_of
 LOADING = "loading libraries"
 
 
-def train_recipe(loaded: LoadedRecipe, verbose: bool, reset: str | None, **options: Any) -> Outcome:
-    """Train with the ``options`` of :class:`LaunchOptions`. Raises RecipeError for a part that cannot be reset."""
+class AskedOptions(TypedDict, total=False):
+    """Of :class:`~tuner.run.options.LaunchOptions`, what the commands have options for."""
+
+    resume: Resume
+    prepared: Path | None
+    no_prepare: bool
+    dry_run: bool
+    on: Literal["here", "ray"]
+
+
+def train_recipe(
+    loaded: LoadedRecipe, verbose: bool, reset: str | None, **options: Unpack[AskedOptions]
+) -> Outcome:
+    """Train the recipe with these options. Raises RecipeError for a part of the run that cannot be reset."""
     return launch_training(loaded, LaunchOptions(reset=parse_reset(reset), **options), verbose)
 
 
 def resume_training(
-    run: Path, overrides: Sequence[Override], console: Console, verbose: bool, reset: str | None, **options: Any
+    run: Path, overrides: Sequence[Override], console: Console, verbose: bool, reset: str | None,
+    **options: Unpack[AskedOptions],
 ) -> Outcome:
     """Train on with the recipe that a run keeps; it is said where its file is another one by now."""
     loaded = resume_source(run, overrides)
     warn_of_changed_file(run, console.warn)
-    return train_recipe(loaded, verbose, reset, resume="must", **options)
+    return train_recipe(loaded, verbose, reset, **options)
 
 
 def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool) -> Outcome:

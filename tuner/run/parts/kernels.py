@@ -11,6 +11,7 @@ from tuner.config.recipe import Recipe
 from tuner.errors import TunerError
 from tuner.run.parts.part import Part, Preflight
 from tuner.runtime import startup
+from tuner.runtime.console import Console
 from tuner.runtime.environment import versions
 from tuner.runtime.files import hash_of, keep_json, read_json
 from tuner.runtime.process import Collective, gloo_group
