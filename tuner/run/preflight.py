@@ -3,17 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
+from tuner.checkpoint.open import open_checkpoint
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.prepared import WAY_TO_NAME, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
+from tuner.run.changes import resets_for
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
 from tuner.run.parts.part import LaunchRequest, Preflight
 from tuner.run.settle import LaunchData, on_cuda, settled_for
-from tuner.run.status import RunStatus, agreed_status, require_same_choices, status_from, status_of
+from tuner.run.status import RunStatus, agreed_status, require_same_choices, status_of
+from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
@@ -57,13 +60,18 @@ def agreed(ready: Preflight, ranks: Collective) -> Preflight:
     """What rank 0 saw before the launch, on every rank. Collective."""
     ready = replace(ready, status=agreed_status(ready.status, ranks))
     for part in ready.parts:
-        ready = part.agree(ready, ranks)
+        if (directory := part.agree(ready.spec, ranks)) is not None:
+            ready = replace(ready, data_dir=directory, data=open_prepared(directory))
     return ready
 
 
 def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver, console: Console) -> Preflight:
     """What the process that started this rank has looked at and prepared a moment ago."""
-    status, parts = status_from(given.checkpoint, loaded, options), parts_of(loaded.recipe)
+    run, parts = RunDir(Path(loaded.recipe.output_dir)), parts_of(loaded.recipe)
+    # Its files were hashed there a moment ago.
+    checkpoint = None if given.checkpoint is None else open_checkpoint(given.checkpoint, verify=False)
+    record = run.read_record()
+    status = RunStatus(run, record, checkpoint, resets_for(record, checkpoint, options.reset))
     for part in parts:
         if (plain := given.parts.get(part.name)) is not None:
             part.take_over(plain)

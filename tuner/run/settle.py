@@ -199,10 +199,6 @@ def main() -> None:
     write_json(place / ANSWER, _answered(read_json(place / JOB)))
 
 
-if __name__ == "__main__":
-    main()
-
-
 def settled_for(
     ready: Preflight, loaded: LoadedRecipe, rank_info: RankInfo, place: LaunchData, console: Console
 ) -> keys.Settled:
@@ -213,3 +209,7 @@ def settled_for(
     record = ready.status.record
     before = run_before(ready.status.run.recipe(record), record, rank_info.world_size)
     return settle(loaded, before, rank_info, place, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -80,13 +80,6 @@ def status_of(loaded: LoadedRecipe, options: LaunchOptions, console: Console, ha
     return RunStatus(run, record, checkpoint, resets, run_result(run, "finished", checkpoint, steps, state))
 
 
-def status_from(checkpoint: Path | None, loaded: LoadedRecipe, options: LaunchOptions) -> RunStatus:
-    """The status as the process that started this rank found it, whose checkpoint it hashed a moment ago."""
-    run = RunDir(Path(loaded.recipe.output_dir))
-    record, opened = run.read_record(), None if checkpoint is None else open_checkpoint(checkpoint, verify=False)
-    return RunStatus(run, record, opened, changes.resets_for(record, opened, options.reset))
-
-
 def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
     """What rank 0 found, which alone hashed the tensors, on every rank. Collective.
 

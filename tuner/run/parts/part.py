@@ -108,7 +108,7 @@ class Part:
     """One thing that some launches have. What a part does not say is as in every launch.
 
     Each launch has its own object, which may keep what it learns from one moment to the next. All calls after
-    ``check`` and ``prepared`` come on every rank alike, and may be collective, but for ``noted``.
+    ``check`` and ``prepare_data`` come on every rank alike, and may be collective, but for ``write_facts``.
     """
 
     name: ClassVar[str] = ""
@@ -151,9 +151,9 @@ class Part:
         """What holds from before the model is built to the end of the launch."""
         return nullcontext()
 
-    def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
-        """Have every rank go by what rank 0 found. Collective."""
-        return ready
+    def agree(self, spec: PrepareSpec, ranks: Collective) -> Path | None:
+        """Have every rank go by what rank 0 found; the prepared data where that makes it others. Collective."""
+        return None
 
     def before_build(self, ready: Preflight, resolved: Resolved, console: Console) -> Resolved:
         """What the model is built by."""

@@ -23,7 +23,7 @@ class Teacher(Part):
     """In memory next to the student, or as columns that were computed once (`method.top_k`)."""
 
     def __init__(self, recipe: Recipe) -> None:
-        assert isinstance(recipe.method, DistillMethod), "as ``wanted`` has seen"
+        assert isinstance(recipe.method, DistillMethod), "`PARTS` asks for it with this method alone"
         self._method = recipe.method
         self._versions: TeacherVersions | None = None
         """Those of `method.teacher_every`, as far as the launch is."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.data.prepared import open_prepared
+from tuner.data.building.spec import PrepareSpec
 from tuner.run.options import RunResult
 from tuner.run.parts.part import LaunchContext, LaunchRequest, Part, Preflight, TaskNeeds
 from tuner.runtime.console import Console
@@ -32,9 +32,9 @@ class Windows(Part):
     changes_data = True
     after_saves = True
     _position: WindowPosition
-    """From ``prepared`` or ``take_over`` on."""
+    """From ``prepare_data`` or ``take_over`` on."""
     _opened: OpenedWindows
-    """From ``placed`` on."""
+    """From ``progress_created`` on."""
 
     def prepare_data(self, request: LaunchRequest) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""
@@ -68,15 +68,14 @@ class Windows(Part):
         """The steps of the current window."""
         return PortionPlans(resolved).words(table.plan, table.data_start)
 
-    def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
+    def agree(self, spec: PrepareSpec, ranks: Collective) -> Path | None:
         """The window that rank 0 came upon: a late one may have come in between. Collective."""
         from tuner.run.windows.finder import prepared_window
 
         if (position := ranks.on_rank0(lambda: self._position)) == self._position:
-            return ready
+            return None
         self._position = position
-        directory = prepared_window(ready.spec, position.current)
-        return replace(ready, data_dir=directory, data=open_prepared(directory))
+        return prepared_window(spec, position.current)
 
     def progress_created(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """The windows as the launch begins with them."""
