@@ -24,7 +24,7 @@ from tests.fixtures.tables import cases
 from tests.rundir import made
 from tuner.cli import main
 from tuner.cli.app import help_text, split
-from tuner.cli.commands import COMMANDS, EXAMPLES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
+from tuner.cli.commands import COMMANDS, EXAMPLES, GROUPED, GROUPS, MEANT, RECIPE_KEYS, TAKES_RECIPE, WITH_FLAGS
 from tuner.cli.complete import offers
 from tuner.cli.flags import flags_app, print_flags
 from tuner.cli.help import EXIT_CODES, explained
@@ -36,6 +36,13 @@ from tuner.errors import ExitCode, RecipeError
 
 KNOWN: dict[str, Any] = dict(commands())
 EVERY = ["", *COMMANDS, *(name for name in KNOWN if " " in name)]
+
+
+def test_the_recipes_keys_in_help_are_those_of_its_model() -> None:
+    """Help has them by heart: it would load the model for these two lines."""
+    sections = dict.fromkeys(key.partition(".")[0] for key in fields() if "." in key)
+    others = [key for key in fields() if "." not in key and key not in {*sections, "version"}]
+    assert [", ".join(sections), ", ".join(others)] == RECIPE_KEYS
 
 
 @pytest.mark.parametrize("name", EVERY)

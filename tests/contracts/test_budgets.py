@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 57_632, "tests": 52_737, "tools": 17_603}
+LINES = {"tuner": 57_665, "tests": 52_741, "tools": 17_603}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_695

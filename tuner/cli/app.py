@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tuner import __version__
-from tuner.cli.commands import BODIES, COMMANDS, EXAMPLES, GROUPED, GROUPS, WITH_FLAGS
+from tuner.cli.commands import BODIES, COMMANDS, EXAMPLES, GROUPED, GROUPS, RECIPE_KEYS, WITH_FLAGS
 from tuner.errors import RecipeError
 
 MODULES = {"import": "import_config", "resume": "train"}
@@ -192,11 +192,7 @@ def command_name(ctx: typer.Context) -> str:
 
 def recipe_keys(command: str) -> Iterator[str]:
     """The sections and top keys of the recipe, and how to see more of them."""
-    from tuner.config.fields import fields
-
-    sections = dict.fromkeys(key.partition(".")[0] for key in fields() if "." in key)
-    tops = [key for key in fields() if "." not in key and key not in sections and key != "version"]
-    yield from textwrap.wrap(f"{', '.join(sections)}; {', '.join(tops)}", WIDTH - 2)
+    yield from textwrap.wrap("; ".join(RECIPE_KEYS), WIDTH - 2)
     rows = {
         "tuner help optimizer": "a section's keys: --optimizer.lr 3e-4",
         "tuner help optimizer.lr": "one key",

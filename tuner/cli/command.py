@@ -30,7 +30,6 @@ import typer
 from tuner.cli import output
 from tuner.cli.commands import BODIES, PARAMETERS
 from tuner.cli.output import Outcome
-from tuner.config.store_rules import inputs_of
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
@@ -116,6 +115,7 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), f
 
 def fetch_inputs(loaded: LoadedRecipe) -> None:
     """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
+    from tuner.config.store_rules import inputs_of  # with the recipe's model, which help does without
     from tuner.rundir.in_store import bring_inputs
 
     if inputs := inputs_of(loaded.recipe):

@@ -20,6 +20,8 @@ WITH_FLAGS = frozenset(key for row in _ROWS.values() for key in row.get("keys", 
 TAKES_RECIPE = frozenset(name.split()[0] for name in WITH_FLAGS)
 PARAMETERS: dict[str, dict[str, Any]] = _TABLES["parameters"]
 """What each command's parameters are for; those of several commands are under an empty name."""
+RECIPE_KEYS: list[str] = _TABLES["recipe_keys"]
+"""The recipe's sections and its other keys, as help lists them without the model of the recipe."""
 EXAMPLES: dict[str, list[str]] = _TABLES["examples"]
 """Two or three command lines of each command; those of the program are under an empty name."""
 BODIES: dict[str, Callable[..., None]] = {}

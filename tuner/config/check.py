@@ -98,7 +98,7 @@ def _sentence(tree: Node, path: KeyPath) -> str:
     """What a key that is missing means, as the kind of its section has it."""
     section = str(path[0])
     if section in UNIONS and len(path) == 2:
-        return UNIONS[section][_kind(tree, section)].model_fields[str(path[1])].description or "required"
+        return UNIONS[section][_kind(tree, section)].sentences().get(str(path[1]), "required")
     field = find(dotted(path))
     return field.sentence if field is not None else "required"
 

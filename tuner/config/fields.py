@@ -3,6 +3,7 @@
 And as the recipe's JSON schema, for editors and other programs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -69,6 +70,7 @@ def fields() -> dict[str, Field]:
 
 def _add_section(table: dict[str, Field], above: str, section: type[Section]) -> None:
     """Add the keys of a section, and those of the sections inside it."""
+    own = _fields_of(section, above)
     for name, info in section.model_fields.items():
         key = f"{above}{name}"
         if key in UNIONS:
@@ -77,14 +79,14 @@ def _add_section(table: dict[str, Field], above: str, section: type[Section]) ->
         elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             _add_section(table, f"{key}.", info.annotation)
         else:
-            table[key] = _field(key, info)
+            table[key] = own[name]
 
 
 @cache
 def item_fields(key: str) -> dict[str, Field]:
     """Return the keys of one item of a list of sections, such as those of data.train; empty for another key."""
     items = ITEMS.get(key)
-    return {name: _field(name, info) for name, info in items.section.model_fields.items()} if items else {}
+    return _fields_of(items.section) if items else {}
 
 
 def list_of(path: tuple[str | int, ...]) -> str:
@@ -92,20 +94,24 @@ def list_of(path: tuple[str | int, ...]) -> str:
     return next((key for key in ITEMS if path[: key.count(".") + 1] == tuple(key.split("."))), "")
 
 
-def _field(key: str, info: FieldInfo) -> Field:
+def _fields_of(section: type[Section], above: str = "") -> dict[str, Field]:
+    sentences, keys = section.sentences(), section.model_fields.items()
+    return {key: _field(f"{above}{key}", info, sentences.get(key, "")) for key, info in keys}
+
+
+def _field(key: str, info: FieldInfo, sentence: str) -> Field:
     default = None if info.is_required() else info.default
     kind = next((item.of(info.annotation) for item in info.metadata if isinstance(item, ValueType)), None)
-    return Field(key, info.description or "", default, kind, info.is_required())
+    return Field(key, sentence, default, kind, info.is_required())
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:
-    for key, info in member.model_fields.items():
-        name = f"{section}.{key}"
+    for key, field in _fields_of(member, f"{section}.").items():
         if key == "kind":
             kinds = tuple(UNIONS[section])
-            table[name] = Field(name, info.description or "", kinds[0], OneOf(values=kinds))
+            table[field.key] = Field(field.key, field.sentence, kinds[0], OneOf(values=kinds))
         else:
-            table[name] = _joined(table.get(name), _field(name, info), kind)
+            table[field.key] = _joined(table.get(field.key), field, kind)
     for name, field in table.items():
         if field.section == section and len(field.kinds) == len(UNIONS[section]):
             table[name] = replace(field, kinds=())
@@ -134,6 +140,12 @@ def find(key: str) -> Field | None:
     return table.get(".".join(rest))
 
 
+def _sections(above: type[Section]) -> Iterator[type[Section]]:
+    for section in above.__subclasses__():
+        yield section
+        yield from _sections(section)
+
+
 class _Schema(GenerateJsonSchema):
     """Writes defaults as people write them."""
 
@@ -150,4 +162,9 @@ class _Schema(GenerateJsonSchema):
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a recipe."""
     schema = Recipe.model_json_schema(schema_generator=_Schema)
+    for section in _sections(Section):
+        definition = schema if section is Recipe else schema["$defs"].get(section.__name__, {})
+        for key, sentence in section.sentences().items():
+            if key in definition.get("properties", ()):
+                definition["properties"][key]["description"] = sentence
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
